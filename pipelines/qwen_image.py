@@ -1,0 +1,240 @@
+"""Qwen-Image: load its parts, encode prompts and images, and run the transformer block by block.
+
+Shapes: B batch, H W latent height and width (pixels / 8), C latent channels (16), T image tokens (H/2 * W/2),
+L text tokens, J width of the text encoder, D width of the transformer.
+"""
+
+import math
+import os
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from diffusers.models.transformers.transformer_qwenimage import compute_text_seq_len_from_mask
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+
+from memory.checkpointing import gradient_checkpoint_forward
+from memory.plan import per_block
+
+
+# The VAE halves each side three times and the transformer takes patches of 2x2 latents.
+SIZE_DIVISOR = 16
+
+
+def load_prompt_encoder(pretrained_model_name_or_path, *, device, dtype=torch.bfloat16, **hub):
+    """Load the stock pipeline with nothing but its tokenizer and text encoder.
+
+    Args:
+        hub: `revision` and `variant`, as `from_pretrained` takes them.
+    """
+    pipeline = QwenImagePipeline.from_pretrained(
+        pretrained_model_name_or_path, transformer=None, vae=None, dtype=dtype, **hub
+    )
+    return pipeline.to(device)
+
+
+def load_vae(pretrained_model_name_or_path, *, device, **hub):
+    """Load the VAE in fp32."""
+    vae = AutoencoderKLQwenImage.from_pretrained(
+        pretrained_model_name_or_path, subfolder="vae", dtype=torch.float32, **hub
+    )
+    return vae.to(device)
+
+
+def load_transformer(pretrained_model_name_or_path, *, dtype, transformer_path=None, **hub):
+    """Load the transformer on the CPU.
+
+    Args:
+        transformer_path (`str`, *optional*):
+            A `transformer/` folder, or one safetensors file, that replaces the one of the pipeline.
+    """
+    if transformer_path is None:
+        return QwenImageTransformer2DModel.from_pretrained(
+            pretrained_model_name_or_path, subfolder="transformer", dtype=dtype, **hub
+        )
+    if transformer_path.endswith(".safetensors"):
+        # Qwen-Image has the same names in both layouts; the config comes from the pipeline.
+        return QwenImageTransformer2DModel.from_single_file(
+            transformer_path, config=pretrained_model_name_or_path, subfolder="transformer", dtype=dtype
+        )
+    return QwenImageTransformer2DModel.from_pretrained(transformer_path, dtype=dtype)
+
+
+def load_transformer_skeleton(pretrained_model_name_or_path, *, transformer_path=None, **hub):
+    """Build the transformer from its config alone, without memory for its weights, to look at names and counts."""
+    hub.pop("variant", None)  # names weights, not configs
+    if transformer_path is None or transformer_path.endswith(".safetensors"):
+        if transformer_path is not None and not os.path.isfile(transformer_path):
+            raise OSError(f"there is no file {transformer_path}")
+        config = QwenImageTransformer2DModel.load_config(pretrained_model_name_or_path, subfolder="transformer", **hub)
+    else:
+        config = QwenImageTransformer2DModel.load_config(transformer_path)
+    with init_empty_weights():
+        return QwenImageTransformer2DModel.from_config(config)
+
+
+def never_trained_modules(transformer):
+    """Return the names of the modules that the architecture gives no gradient.
+
+    The last block's text stream ends there: what comes after its attention is thrown away, and its query is asked for
+    nothing else. The first gets no gradient at all, the second one that is always zero.
+    """
+    last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}"
+    return [f"{last}.{name}" for name in ("attn.to_add_out", "txt_mlp", "attn.add_q_proj", "attn.norm_added_q")]
+
+
+def load_scheduler(pretrained_model_name_or_path, **hub):
+    """Load the scheduler, whose config says how sigmas are shifted."""
+    hub.pop("variant", None)  # there are no weights to choose from
+    return FlowMatchEulerDiscreteScheduler.from_pretrained(pretrained_model_name_or_path, subfolder="scheduler", **hub)
+
+
+@torch.no_grad()
+def encode_prompt(pipeline, prompt):
+    """Encode one caption exactly as the stock pipeline does.
+
+    Args:
+        pipeline (`QwenImagePipeline`): From `load_prompt_encoder`.
+        prompt (`str`): The caption. The empty one leaves the closing tokens of the template.
+
+    Returns:
+        `torch.Tensor` of shape (L, J).
+    """
+    prompt_embeds, _ = pipeline.encode_prompt(prompt)
+    return prompt_embeds[0]
+
+
+def count_prompt_tokens(pipeline, prompt):
+    """Return how many tokens of `prompt` go in, and how many the pipeline keeps of them."""
+    prefix = pipeline.prompt_template_encode_start_idx
+    num_tokens = len(pipeline.tokenizer(pipeline.prompt_template_encode.format(prompt)).input_ids) - prefix
+    return num_tokens, min(num_tokens, pipeline.tokenizer_max_length)
+
+
+@torch.no_grad()
+def encode_image(vae, pixel_values):
+    """Encode pictures to normalised latents: the mode of the posterior, (z - mean) / std.
+
+    Args:
+        vae (`AutoencoderKLQwenImage`)
+        pixel_values (`torch.Tensor` of shape (B, 3, 8 * H, 8 * W)): In [-1, 1].
+
+    Returns:
+        `torch.Tensor` of shape (B, C, H, W), fp32.
+    """
+    latents = vae.encode(pixel_values.unsqueeze(2).to(vae.device, vae.dtype)).latent_dist.mode()  # (B, C, 1, H, W)
+    mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1).to(latents)
+    std = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1).to(latents)
+    return ((latents - mean) / std).squeeze(2).float()  # (B, C, H, W)
+
+
+def pack_latents(latents):
+    """Turn latents (B, C, H, W) into tokens (B, T, 4 * C), 2x2 latents each. H and W must be even."""
+    batch_size, num_channels, height, width = latents.shape
+    return QwenImagePipeline._pack_latents(latents, batch_size, num_channels, height, width)
+
+
+def unpack_latents(tokens, height, width):
+    """Turn tokens (B, T, 4 * C) back into latents (B, C, H, W) of that `height` and `width`."""
+    return QwenImagePipeline._unpack_latents(tokens, height, width, vae_scale_factor=1).squeeze(2)
+
+
+def sigma_shift(scheduler, height, width):
+    """Return the factor by which the stock pipeline shifts sigmas at this size.
+
+    It is exp(mu), with mu linear in the number of target tokens: `calculate_shift` of the stock pipeline.
+
+    Args:
+        scheduler (`FlowMatchEulerDiscreteScheduler`)
+        height, width (`int`): Of the latents.
+    """
+    config = scheduler.config
+    mu = calculate_shift(
+        height // 2 * (width // 2),
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", 1.15),
+    )
+    return math.exp(mu)
+
+
+def model_fn_qwen_image(
+    transformer,
+    *,
+    hidden_states,
+    timestep,
+    encoder_hidden_states,
+    encoder_hidden_states_mask,
+    img_shapes,
+    controlnet_block_samples=None,
+    additional_t_cond=None,
+    use_gradient_checkpointing=False,
+    use_gradient_checkpointing_offload=False,
+):
+    """Predict the flow. Equal to `transformer(..., return_dict=False)[0]` bit for bit.
+
+    Args:
+        transformer (`QwenImageTransformer2DModel`)
+        hidden_states (`torch.Tensor` of shape (B, T, 64)): Packed latents, those of reference images after them.
+        timestep (`torch.Tensor` of shape (B,)): In [0, 1000].
+        encoder_hidden_states (`torch.Tensor` of shape (B, L, J))
+        encoder_hidden_states_mask (`torch.Tensor` of shape (B, L), or None): False at padding; None: no padding.
+        img_shapes (`list[list[tuple[int, int, int]]]`): Per sample (frames, H/2, W/2) of the target and references.
+        controlnet_block_samples (`list[torch.Tensor]` of shape (B, T, D), *optional*): Residuals of a ControlNet.
+        additional_t_cond (`torch.Tensor` of shape (B,), *optional*)
+        use_gradient_checkpointing, use_gradient_checkpointing_offload (`bool` or one per block)
+
+    Returns:
+        `torch.Tensor` of shape (B, T, 64).
+    """
+    num_blocks = len(transformer.transformer_blocks)
+    checkpointing = per_block(use_gradient_checkpointing, num_blocks)
+    offload = per_block(use_gradient_checkpointing_offload, num_blocks)
+
+    hidden_states = transformer.img_in(hidden_states)  # (B, T, D)
+    # Rounded to the dtype of the model, as the stock forward does.
+    timestep = (timestep / 1000).to(hidden_states.dtype)
+    modulate_index = None
+    if transformer.zero_cond_t:
+        # References are modulated as clean images: a second row of each timestep, zero, and an index per token.
+        timestep = torch.cat([timestep, timestep * 0])  # (2B,)
+        tokens = [[math.prod(shape) for shape in shapes] for shapes in img_shapes]
+        modulate_index = torch.tensor(
+            [[0] * target + [1] * sum(references) for target, *references in tokens],
+            device=timestep.device,
+            dtype=torch.int,
+        )  # (B, T)
+    encoder_hidden_states = transformer.txt_in(transformer.txt_norm(encoder_hidden_states))  # (B, L, D)
+    text_seq_len, _, encoder_hidden_states_mask = compute_text_seq_len_from_mask(
+        encoder_hidden_states, encoder_hidden_states_mask
+    )
+    temb = transformer.time_text_embed(timestep, hidden_states, additional_t_cond)  # (B or 2B, D)
+    image_rotary_emb = transformer.pos_embed(img_shapes, max_txt_seq_len=text_seq_len, device=hidden_states.device)
+
+    for index, block in enumerate(transformer.transformer_blocks):
+        encoder_hidden_states, hidden_states = gradient_checkpoint_forward(
+            block,
+            checkpointing[index],
+            offload[index],
+            hidden_states=hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_hidden_states_mask=encoder_hidden_states_mask,
+            temb=temb,
+            image_rotary_emb=image_rotary_emb,
+            joint_attention_kwargs=None,
+            modulate_index=modulate_index,
+        )
+        if controlnet_block_samples is not None:
+            interval = math.ceil(num_blocks / len(controlnet_block_samples))
+            hidden_states = hidden_states + controlnet_block_samples[index // interval]
+
+    if transformer.zero_cond_t:
+        temb = temb.chunk(2)[0]
+    hidden_states = transformer.norm_out(hidden_states, temb)  # (B, T, D)
+    return transformer.proj_out(hidden_states)  # (B, T, 64)

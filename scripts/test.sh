@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Sets up .venv and runs the checks and the tests.
+# Usage: bash scripts/test.sh [--slow] [pytest arguments]. --slow adds the tests marked slow.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+bash scripts/setup.sh
+MARKERS="not slow"
+if [ "${1:-}" = "--slow" ]; then
+  MARKERS="slow or not slow"
+  shift
+fi
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+exec .venv/bin/python -m pytest -q -m "$MARKERS" "$@"

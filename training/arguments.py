@@ -1,0 +1,457 @@
+"""Command line and config files of the training scripts: every flag, its default, and what contradicts what.
+
+Needs the standard library and yaml only: the scripts parse before they import torch, so that a typo costs nothing.
+"""
+
+import argparse
+import ast
+import difflib
+import math
+import pathlib
+
+from training.errors import RefusedError
+
+
+# ---------------------------------------------------------------- values
+
+
+def _positive_int(text):
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _natural(text):
+    value = int(text)
+    if value < 0:
+        raise ValueError
+    return value
+
+
+def _finite(text):
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def _positive(text):
+    value = _finite(text)
+    if value <= 0:
+        raise ValueError
+    return value
+
+
+def _non_negative(text):
+    value = _finite(text)
+    if value < 0:
+        raise ValueError
+    return value
+
+
+def _fraction(text):
+    value = _finite(text)
+    if not 0 <= value <= 1:
+        raise ValueError
+    return value
+
+
+def _dropout(text):
+    value = _fraction(text)
+    if value == 1:
+        raise ValueError
+    return value
+
+
+def _names(text):
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise ValueError
+    return names
+
+
+def _key_value(text):
+    key, separator, value = text.partition("=")
+    if not separator or not key.isidentifier():
+        raise ValueError
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+_ALLOWED = {
+    _positive_int: "a whole number of at least 1",
+    _natural: "a whole number of at least 0",
+    _positive: "a finite number above 0",
+    _non_negative: "a finite number of at least 0",
+    _fraction: "a number from 0 to 1",
+    _dropout: "a number from 0 to below 1",
+    _names: "names with commas between them",
+    _key_value: "key=value",
+    str: "text",
+}
+
+SWITCH = object()
+REQUIRED = object()
+# A default that depends on other flags: `_resolve` fills it in, the help text says what it will be.
+DERIVED = object()
+
+
+# ---------------------------------------------------------------- flags
+
+# group -> (flag, type or choices, default, help). The defaults of all flags stand here, and nowhere else.
+FLAGS = {
+    "model": [
+        ("pretrained_model_name_or_path", str, REQUIRED, "Hub id or folder of a diffusers pipeline."),
+        ("revision", str, None, "Git revision of the hub repository. Default: its main branch."),
+        ("variant", str, None, "File name variant of the weights, such as bf16. Default: none."),
+        (
+            "transformer_path",
+            str,
+            None,
+            "A transformer/ folder or one safetensors file that replaces the pipeline's transformer. Default: none.",
+        ),
+        ("training_mode", ("lora", "full"), "lora", "Train a LoRA, or all weights of the transformer."),
+        ("seed", _natural, 42, "Seed of everything that is drawn."),
+        ("deterministic", SWITCH, False, "Deterministic kernels on CUDA; slower. A CPU always is deterministic."),
+    ],
+    "LoRA": [
+        ("lora_rank", _positive_int, 32, "Rank."),
+        ("lora_alpha", _positive, DERIVED, "Alpha; the strength is alpha / rank. Default: the rank, strength 1."),
+        ("lora_dropout", _dropout, 0.0, "Dropout before each adapter. 0 is off."),
+        (
+            "lora_target_modules",
+            _names,
+            DERIVED,
+            "Names of linear layers, with commas; the end of a full name is enough. Default: {lora_target_modules}.",
+        ),
+        ("lora_dtype", ("bf16", "fp32"), "bf16", "Dtype of the saved file; training is in fp32 either way."),
+    ],
+    "data": [
+        ("dataset_path", str, REQUIRED, "Folder, or hub id of a Hugging Face dataset."),
+        ("dataset_metadata", str, None, "Metadata file. Default: the one in the folder, else sidecar .txt files."),
+        ("media_column", str, None, "Column with the pictures. Default: found by its usual names."),
+        ("caption_column", str, None, "Column with the captions. Default: found by its usual names."),
+        ("height", _positive_int, DERIVED, "Height in pixels, a multiple of {divisor}. Default: {height}."),
+        ("width", _positive_int, DERIVED, "Width in pixels, a multiple of {divisor}. Default: {width}."),
+        (
+            "max_pixels",
+            _positive_int,
+            None,
+            "Instead of height and width: each picture in its own shape, with at most so many pixels. Default: off.",
+        ),
+        ("train_batch_size", _positive_int, 1, "Samples per process and micro-batch."),
+        ("dataset_repeat", _positive_int, 1, "How often each item comes in one epoch."),
+        ("caption_dropout", _fraction, 0.0, "Share of samples that are trained with {dropped_caption}. 0 is off."),
+        ("allow_missing_captions", SWITCH, False, "Train items without a caption with an empty one."),
+    ],
+    "memory": [
+        ("use_gradient_checkpointing", SWITCH, False, "Recompute the activations of each block in the backward pass."),
+        (
+            "use_gradient_checkpointing_offload",
+            SWITCH,
+            False,
+            "Recompute, with the inputs of each block in host memory meanwhile. Implies the flag above.",
+        ),
+    ],
+    "training": [
+        ("max_train_steps", _positive_int, None, "Optimizer steps. Default: as many as the epochs need."),
+        ("num_train_epochs", _positive_int, DERIVED, "Passes over the dataset, instead of steps. Default: 1."),
+        ("gradient_accumulation_steps", _positive_int, 1, "Micro-batches per optimizer step."),
+        ("learning_rate", _positive, DERIVED, "Default: 1e-4 for LoRA, 1e-5 for full, 1.0 with prodigy."),
+        (
+            "lr_scheduler",
+            ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
+            "constant",
+            "Schedule of the learning rate, over optimizer steps.",
+        ),
+        ("lr_warmup_steps", _natural, 0, "Optimizer steps over which the rate rises from 0. 0 is off."),
+        (
+            "optimizer",
+            str,
+            "adamw",
+            "adamw, adamw_8bit, adafactor, prodigy, or the import path of a class, such as torch.optim.SGD.",
+        ),
+        ("optimizer_args", _key_value, None, "Further arguments of the optimizer, as key=value ... Default: none."),
+        (
+            "weight_decay",
+            _non_negative,
+            DERIVED,
+            "0 is off. Default: 0.01; with the import path of an optimizer, what that class has.",
+        ),
+        ("max_grad_norm", _non_negative, 1.0, "Norm to which gradients are clipped. 0 is off."),
+        (
+            "mixed_precision",
+            ("no", "bf16"),
+            "bf16",
+            "Dtype of the base weights and of the computation: no is fp32. There is no autocast either way.",
+        ),
+        ("timestep_sampling", ("uniform", "logit_normal"), "{timestep_sampling}", "Law of sigma before the shift."),
+        ("sigma_shift", _positive, None, "Factor that shifts sigmas towards noise. 1 is off. Default: {sigma_shift}."),
+        ("min_sigma", _fraction, 0.0, "Draw sigmas from their law between this and max_sigma. 0 is off."),
+        ("max_sigma", _fraction, 1.0, "The upper end. 1 is off."),
+        (
+            "loss_weighting",
+            ("none", "sigma_sqrt", "cosmap"),
+            "none",
+            "Weight of each sample's loss by its sigma, as diffusers' compute_loss_weighting_for_sd3 names them.",
+        ),
+    ],
+    "saving": [
+        ("output_dir", str, REQUIRED, "Folder for everything that the run leaves."),
+        ("checkpointing_steps", _positive_int, None, "Save the training state every so many steps. Default: off."),
+        ("checkpoints_total_limit", _positive_int, None, "Keep the newest so many checkpoints. Default: all."),
+        ("resume_from_checkpoint", str, None, "Go on from a checkpoint folder, or from the latest one: latest."),
+    ],
+    "reporting": [
+        ("logging_steps", _positive_int, 10, "Write metrics and show the loss every so many optimizer steps."),
+    ],
+    "files": [
+        (
+            "config",
+            str,
+            None,
+            "YAML file with the same keys as the flags. Repeatable: a later file wins, and flags win over all.",
+        ),
+    ],
+}
+
+
+def _specs(values):
+    """Yield (group, name, kind, default, help) of every flag, the family's own `values` filled in."""
+    for group, flags in FLAGS.items():
+        for name, kind, default, text in flags:
+            if isinstance(default, str):
+                default = default.format(**values)
+            yield group, name, kind, default, text.format(**values)
+
+
+# ---------------------------------------------------------------- parsing
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise RefusedError(message)
+
+
+def _converter(name, kind):
+    allowed = f"one of {', '.join(kind)}" if isinstance(kind, tuple) else _ALLOWED[kind]
+
+    def convert(text):
+        try:
+            if isinstance(kind, tuple):
+                return kind[kind.index(text)]
+            return kind(text)
+        except ValueError:
+            raise RefusedError(f"--{name} is {text!r}; allowed is {allowed}.") from None
+
+    return convert
+
+
+def _build_parser(description, values):
+    # The values that the command line does not give are left out of the namespace: defaults are filled in afterwards,
+    # so that a flag which was given and has no effect can be told from a default.
+    parser = _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    groups = {}
+    for group, name, kind, default, text in _specs(values):
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        if default is REQUIRED:
+            text += " Required."
+        elif kind is SWITCH:
+            text += " Default: off."
+        elif default is not None and default is not DERIVED:
+            text += f" Default: {default}."
+        options = {"help": text.replace("%", "%%")}
+        if kind is SWITCH:
+            options["action"] = "store_true"
+        else:
+            options["type"] = _converter(name, kind)
+            options["metavar"] = "{" + ",".join(kind) + "}" if isinstance(kind, tuple) else name.upper()
+            if name == "optimizer_args":
+                options["nargs"] = "+"
+            if name == "config":
+                options["action"] = "append"
+        groups[group].add_argument(f"--{name}", **options)
+    return parser
+
+
+def _nearest(name, known):
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0)
+    return close[0]
+
+
+def _check_names(argv, switches, known):
+    """Raise for the first flag that does not exist, or switch with a value, before anything else is looked at."""
+    for position, token in enumerate(argv):
+        if not token.startswith("--") or token == "--help":
+            continue
+        name, has_value, value = token[2:].partition("=")
+        if name not in known:
+            raise RefusedError(f"Unknown flag --{name}; the nearest is --{_nearest(name, known)}.")
+        following = argv[position + 1] if position + 1 < len(argv) else "--"
+        if name in switches and (has_value or not following.startswith("-")):
+            value = value if has_value else following
+            raise RefusedError(
+                f"--{name} is a switch and takes no value, but {value!r} was given; leave the flag out to switch it "
+                "off."
+            )
+
+
+def _read_config(path, kinds):
+    """Return the settings of one YAML file as texts, which then go through the same checks as flags."""
+    import yaml
+
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise RefusedError(f"--config: there is no file {path}.")
+    try:
+        # Everything stays text, so that `no`, `1e-5` and `007` mean what they would mean on the command line.
+        content = yaml.load(file.read_text(encoding="utf-8-sig"), Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RefusedError(f"--config: {path} is not YAML: {' '.join(str(error).split())}.") from None
+    if content in (None, ""):
+        content = {}
+    if not isinstance(content, dict):
+        raise RefusedError(f"--config: {path} must hold one key per flag, such as 'lora_rank: 16'.")
+    settings = {}
+    for key, value in content.items():
+        if key not in kinds or key == "config":
+            known = [name for name in kinds if name != "config"]
+            raise RefusedError(f"{path}: unknown key {key!r}; the nearest is {_nearest(key, known)}.")
+        if value in ("", "null", "~"):
+            continue
+        if kinds[key] is SWITCH:
+            if not isinstance(value, str) or value.lower() not in (
+                "true",
+                "yes",
+                "on",
+                "1",
+                "false",
+                "no",
+                "off",
+                "0",
+            ):
+                raise RefusedError(f"{path}: {key} is {value!r}; allowed is true or false.")
+            settings[key] = value.lower() in ("true", "yes", "on", "1")
+        elif kinds[key] is _key_value:
+            items = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else value
+            settings[key] = [_convert_in(path, key, kinds, item) for item in _as_list(items)]
+        else:
+            if kinds[key] is _names and isinstance(value, list):
+                value = ",".join(value)
+            settings[key] = _convert_in(path, key, kinds, value)
+    return settings
+
+
+def _as_list(value):
+    return value if isinstance(value, list) else [value]
+
+
+def _convert_in(path, key, kinds, value):
+    if not isinstance(value, str):
+        raise RefusedError(f"{path}: {key} takes one value, not {type(value).__name__}.")
+    try:
+        return _converter(key, kinds[key])(value)
+    except RefusedError as error:
+        raise RefusedError(f"{path}: {error}") from None
+
+
+def parse_args(argv, *, description, values):
+    """Parse and check a command line and the config files that it names.
+
+    Args:
+        argv (`list[str]`):
+            The command line without the program.
+        description (`str`):
+            Shown by `--help`.
+        values (`dict[str, Any]`):
+            What differs between model families: the defaults `height`, `width`, `lora_target_modules`,
+            `timestep_sampling`, the descriptions `sigma_shift` and `dropped_caption`, and the `divisor` of sizes.
+
+    Returns:
+        `argparse.Namespace`: Every flag with its final value.
+
+    Raises:
+        RefusedError: A flag is unknown, missing, out of range, contradicts another, or can have no effect.
+    """
+    specs = {name: (kind, default) for _, name, kind, default, _ in _specs(values)}
+    kinds = {name: kind for name, (kind, _) in specs.items()}
+    _check_names(argv, [name for name, kind in kinds.items() if kind is SWITCH], list(specs))
+    flags = vars(_build_parser(description, values).parse_args(argv))
+    given = {}
+    for path in flags.get("config", []):
+        given |= _read_config(path, kinds)
+    given |= flags
+
+    missing = [f"--{name}" for name, (_, default) in specs.items() if default is REQUIRED and name not in given]
+    if missing:
+        raise RefusedError(f"Required and not given: {', '.join(missing)}.")
+    args = argparse.Namespace(**{name: given.get(name, default) for name, (_, default) in specs.items()})
+    _refuse_without_effect(args, given)
+    _resolve(args, values)
+    return args
+
+
+def _refuse_without_effect(args, given):
+    """Raise for combinations of flags of which one would be ignored."""
+    if args.training_mode == "full":
+        for name in given:
+            if name.startswith("lora_"):
+                raise RefusedError(f"--{name} has no effect with --training_mode full. Remove one of the two.")
+    if "max_train_steps" in given and "num_train_epochs" in given:
+        raise RefusedError("Give --max_train_steps or --num_train_epochs, not both.")
+    if args.max_pixels is not None and ("height" in given or "width" in given):
+        raise RefusedError("Give --height and --width, or --max_pixels, not both.")
+    if ("height" in given) != ("width" in given):
+        raise RefusedError("Give --height and --width together, or none of them.")
+    if args.lr_warmup_steps and args.lr_scheduler == "constant":
+        raise RefusedError(
+            "--lr_warmup_steps has no effect with --lr_scheduler constant; use constant_with_warmup, or 0 steps."
+        )
+    if args.checkpoints_total_limit is not None and args.checkpointing_steps is None:
+        raise RefusedError("--checkpoints_total_limit has no effect without --checkpointing_steps.")
+    if args.min_sigma >= args.max_sigma:
+        raise RefusedError(f"--min_sigma {args.min_sigma} must be below --max_sigma {args.max_sigma}.")
+    if "allow_missing_captions" in given and args.caption_dropout == 1:
+        raise RefusedError("--allow_missing_captions has no effect with --caption_dropout 1, which drops them all.")
+
+
+def _resolve(args, values):
+    """Fill in the defaults that depend on other flags."""
+    if args.training_mode == "full":
+        # Not settings of this run: `run.json` shows them as absent.
+        for name in [name for name in vars(args) if name.startswith("lora_")]:
+            setattr(args, name, None)
+    else:
+        if args.lora_alpha is DERIVED:
+            args.lora_alpha = float(args.lora_rank)
+        if args.lora_target_modules is DERIVED:
+            args.lora_target_modules = _names(values["lora_target_modules"])
+    if args.learning_rate is DERIVED:
+        args.learning_rate = 1.0 if args.optimizer == "prodigy" else 1e-4 if args.training_mode == "lora" else 1e-5
+    if args.num_train_epochs is DERIVED:
+        args.num_train_epochs = None if args.max_train_steps else 1
+    for name in ("height", "width"):
+        if getattr(args, name) is DERIVED:
+            setattr(args, name, None if args.max_pixels else values[name])
+        size = getattr(args, name)
+        if size is not None and size % values["divisor"]:
+            below = size // values["divisor"] * values["divisor"]
+            legal = [n for n in (below, below + values["divisor"]) if n]
+            raise RefusedError(
+                f"--{name} is {size}; allowed are multiples of {values['divisor']}, such as "
+                f"{' or '.join(map(str, legal))}."
+            )
+    if args.max_pixels is not None and args.max_pixels < values["divisor"] ** 2:
+        raise RefusedError(f"--max_pixels is {args.max_pixels}; allowed is at least {values['divisor'] ** 2}.")
+    args.optimizer_args = dict(args.optimizer_args or [])
+    if args.optimizer not in ("adamw", "adamw_8bit", "adafactor", "prodigy") and "." not in args.optimizer:
+        raise RefusedError(
+            f"--optimizer is {args.optimizer!r}; allowed are adamw, adamw_8bit, adafactor, prodigy, or the import "
+            "path of a class."
+        )
+    if args.weight_decay is DERIVED:
+        args.weight_decay = None if "." in args.optimizer else 0.01

@@ -1,0 +1,114 @@
+"""Training state on disk: written beside and renamed, so that a checkpoint is complete or absent."""
+
+import json
+import pathlib
+import re
+import shutil
+
+import safetensors.torch
+import torch
+
+from training.errors import RefusedError
+from training.module import trainable_parameters
+
+
+_STATE_FILE = "training_state.json"
+_WEIGHTS_FILE = "trainable.safetensors"
+
+
+def list_checkpoints(output_dir):
+    """Return the complete checkpoints of a run as `{step: path}`, oldest first."""
+    found = {}
+    for path in pathlib.Path(output_dir).glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if match and (path / _STATE_FILE).is_file():
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def find_checkpoint(args):
+    """Return (path, step) of the checkpoint that `--resume_from_checkpoint` names, or (None, 0).
+
+    Raises:
+        RefusedError: There is none, or a new run would mix its checkpoints with those of an older one.
+    """
+    existing = list_checkpoints(args.output_dir)
+    if args.resume_from_checkpoint is None:
+        if existing:
+            raise RefusedError(
+                f"--output_dir {args.output_dir} holds checkpoints of an earlier run (checkpoint-{max(existing)}); "
+                "continue it with --resume_from_checkpoint latest, or give another folder."
+            )
+        return None, 0
+    if args.resume_from_checkpoint == "latest":
+        if not existing:
+            raise RefusedError(f"--resume_from_checkpoint latest: {args.output_dir} holds no checkpoint.")
+        return existing[max(existing)], max(existing)
+    path = pathlib.Path(args.resume_from_checkpoint)
+    if not (path / _STATE_FILE).is_file():
+        raise RefusedError(f"--resume_from_checkpoint {path} is not a complete checkpoint: it has no {_STATE_FILE}.")
+    return path, json.loads((path / _STATE_FILE).read_text())["step"]
+
+
+def register_state_hooks(accelerator, weights):
+    """Make `accelerator.save_state` and `load_state` handle what is trained only, not the frozen base.
+
+    Args:
+        weights (`MasterWeights`): The fp32 weights, which are what is saved.
+    """
+
+    def names(model):
+        return list(trainable_parameters(accelerator.unwrap_model(model)))
+
+    def save(models, state_dicts, output_dir):
+        state_dicts.clear()
+        if accelerator.is_main_process:
+            tensors = dict(zip(names(models[0]), (m.detach().cpu() for m in weights.masters), strict=True))
+            safetensors.torch.save_file(tensors, pathlib.Path(output_dir) / _WEIGHTS_FILE)
+
+    def load(models, input_dir):
+        tensors = safetensors.torch.load_file(pathlib.Path(input_dir) / _WEIGHTS_FILE)
+        expected = names(models.pop())
+        if set(tensors) != set(expected):
+            differing = sorted(set(tensors) ^ set(expected))
+            raise RefusedError(
+                f"--resume_from_checkpoint: the checkpoint trains other parameters than this run, such as "
+                f"{', '.join(differing[:3])}; resume with the flags that it was made with."
+            )
+        with torch.no_grad():
+            for name, master in zip(expected, weights.masters, strict=True):
+                master.copy_(tensors[name])
+        weights.write_back()
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def save_checkpoint(accelerator, args, step):
+    """Save the training state after optimizer step `step` as checkpoint-`step`. Every process must call it."""
+    output_dir = pathlib.Path(args.output_dir)
+    final, beside = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.tmp"
+    if accelerator.is_main_process:
+        shutil.rmtree(beside, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    kwargs = {"exclude_frozen_parameters": True} if _uses_deepspeed(accelerator) else {}
+    accelerator.save_state(beside, **kwargs)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (beside / _STATE_FILE).write_text(json.dumps({"step": step}) + "\n")
+        shutil.rmtree(final, ignore_errors=True)
+        beside.rename(final)
+        if args.checkpoints_total_limit is not None:
+            for old in list(list_checkpoints(output_dir).values())[: -args.checkpoints_total_limit]:
+                shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(accelerator, path):
+    """Load the training state that `save_checkpoint` wrote. Every process must call it."""
+    kwargs = {"load_module_strict": False} if _uses_deepspeed(accelerator) else {}
+    accelerator.load_state(path, **kwargs)
+
+
+def _uses_deepspeed(accelerator):
+    return accelerator.distributed_type.value == "DEEPSPEED"

@@ -1,0 +1,37 @@
+"""The two ways in which a run ends early, and their exit codes."""
+
+import contextlib
+import os
+import sys
+
+
+class RefusedError(ValueError):
+    """Bad input, found before training: one sentence that names the file, row or flag, what is wrong and what is
+    allowed. Exit code 2."""
+
+
+class FailedError(RuntimeError):
+    """Failure while running. Exit code 1."""
+
+
+@contextlib.contextmanager
+def exit_codes():
+    """Context that turns the two errors into one sentence on stderr and the exit code. Others pass as they are."""
+    try:
+        yield
+    except (RefusedError, FailedError) as error:
+        rank = f" (process {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+        print(f"error{rank}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, RefusedError) else 1)
+
+
+@contextlib.contextmanager
+def refuse_unreadable_model(args):
+    """Context for reading the configs of the model, which turns what the libraries raise into a refusal."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        where = f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}"
+        if args.transformer_path is not None:
+            where += f" or --transformer_path {args.transformer_path}"
+        raise RefusedError(f"{where} cannot be read: {' '.join(str(error).split())}") from error

@@ -1,0 +1,258 @@
+"""Results that others load: a LoRA file for diffusers and ComfyUI, or a transformer folder; then loaded back."""
+
+import json
+import logging
+import math
+import os
+import pathlib
+import shutil
+
+import safetensors.torch
+import torch
+from accelerate.utils import send_to_device
+
+from training.data.batches import collate
+from training.errors import FailedError
+from training.flow_matching import add_noise
+from training.module import ADAPTER_NAME, lora_layers
+from training.reporting import portable_name, write_model_card
+
+
+logger = logging.getLogger(__name__)
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def export(args, pipeline, module, dataset, *, prefix, export_name):
+    """Write the result of a run and its model card; load a LoRA back and check it.
+
+    Args:
+        args (`argparse.Namespace`)
+        pipeline (`DiffusionPipeline`): Stock pipeline with the trained transformer; its other parts may be None.
+        module (`DiffusionTrainingModule`): Of the same transformer.
+        dataset (`TrainingDataset`): Its first sample is the input of the check.
+        prefix, export_name: See `save_lora`.
+
+    Raises:
+        FailedError: The result is not finite, does not load, or changes nothing.
+    """
+    base_model = portable_name(args.pretrained_model_name_or_path)
+    if args.training_mode == "full":
+        path = save_transformer(pipeline.transformer, args.output_dir)
+        usage = FULL_USAGE.format(
+            model=type(pipeline.transformer).__name__, pipeline=type(pipeline).__name__, base_model=base_model
+        )
+        print(f"saved {path}")
+    else:
+        dtype = _DTYPES[args.lora_dtype]
+        info = {"base_model": base_model, "lora_rank": str(args.lora_rank), "lora_alpha": str(args.lora_alpha)}
+        path = save_lora(
+            pipeline.transformer, args.output_dir, dtype=dtype, prefix=prefix, export_name=export_name, info=info
+        )
+        checked = check_lora(pipeline, path, lambda: module_output(module, dataset), dtype=dtype)
+        usage = LORA_USAGE.format(pipeline=type(pipeline).__name__, base_model=base_model)
+        print(
+            f"saved {path}: {checked['layers']} layers, loaded back by diffusers at the trained strength; it changes "
+            f"the prediction by {checked['relative_change']:.2%}"
+        )
+    write_model_card(args, base_model=base_model, num_items=len(dataset), usage=usage)
+
+
+LORA_USAGE = """from diffusers import {pipeline}
+
+pipe = {pipeline}.from_pretrained("{base_model}", dtype="auto")
+pipe.load_lora_weights("FOLDER_OF_THIS_FILE")"""
+
+FULL_USAGE = """from diffusers import {model}, {pipeline}
+
+transformer = {model}.from_pretrained("FOLDER_OF_THIS_FILE/transformer", dtype="auto")
+pipe = {pipeline}.from_pretrained("{base_model}", transformer=transformer, dtype="auto")"""
+
+
+@torch.no_grad()
+def module_output(module, dataset):
+    """Return what `module` predicts for the first sample of `dataset` at a fixed noise, in eval mode."""
+    module.eval()
+    batch = send_to_device(collate([dataset[1, 0, 0]]), next(module.parameters()).device)
+    noisy_latents = add_noise(batch["latents"], batch["noise"], batch["sigmas"])
+    return module.predict(noisy_latents, batch["sigmas"] * 1000, batch)
+
+
+def split_scale(scale):
+    """Split `scale` into two factors of similar size, of which all but a mantissa in [1, 2) are powers of two.
+
+    Multiplied into A and B they lose nothing in bf16 when `scale` is a power of two, and keep both in range.
+    """
+    mantissa, exponent = math.frexp(scale)  # mantissa in [0.5, 1)
+    exponent -= 1
+    return math.ldexp(1.0, exponent // 2), math.ldexp(2 * mantissa, exponent - exponent // 2)
+
+
+def lora_state_dict(transformer, *, dtype, export_name):
+    """Return the adapters as tensors with the trained strength, alpha / rank, multiplied in.
+
+    ComfyUI reads no alpha from the header and diffusers none from the tensors, so neither is needed.
+
+    Args:
+        transformer (`nn.Module`): With adapters of `add_lora`.
+        dtype (`torch.dtype`): Of the result.
+        export_name (`Callable[[str], str]`): From the name of a layer in diffusers to its name in the file.
+
+    Returns:
+        `dict[str, torch.Tensor]` with `<name>.lora_A.weight` (r, in) and `<name>.lora_B.weight` (out, r), on the CPU.
+    """
+    state_dict = {}
+    for name, layer in lora_layers(transformer).items():
+        factors = split_scale(layer.scaling[ADAPTER_NAME])
+        for key, factor in zip(("lora_A", "lora_B"), factors, strict=True):
+            weight = getattr(layer, key)[ADAPTER_NAME].weight.detach().float() * factor
+            state_dict[f"{export_name(name)}.{key}.weight"] = weight.to("cpu", dtype).contiguous()
+    return state_dict
+
+
+def adapter_metadata(transformer, *, prefix):
+    """Return the five fields with which every diffusers version loads the file, keys prefixed as in the file."""
+    layers = lora_layers(transformer)
+    ranks = {layer.r[ADAPTER_NAME] for layer in layers.values()}
+    assert len(ranks) == 1, "adapters of one run have one rank"
+    rank = ranks.pop()
+    fields = {
+        "r": rank,
+        "lora_alpha": rank,  # strength 1: the trained one is in the tensors
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "target_modules": sorted(layers),
+    }
+    return {f"{prefix}.{key}": value for key, value in fields.items()}
+
+
+def save_safetensors(tensors, path, metadata):
+    """Write a safetensors file whose bytes depend on nothing but its content, complete or not at all.
+
+    safetensors itself writes several header entries in random order; here they are sorted.
+    """
+    content = safetensors.torch.save(tensors, metadata)
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    header = {"__metadata__": header.pop("__metadata__")} | header
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the tensors start at a multiple of 8
+    path = pathlib.Path(path)
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        file.write(memoryview(content)[8 + length :])
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def save_lora(transformer, output_dir, *, dtype, export_name, prefix, info):
+    """Write the LoRA of `transformer` to `output_dir`/pytorch_lora_weights.safetensors and return the path.
+
+    Args:
+        info (`dict[str, str]`): Further header entries; no time and no path, or reruns would differ.
+
+    Raises:
+        FailedError: A tensor is not finite.
+    """
+    state_dict = lora_state_dict(transformer, dtype=dtype, export_name=export_name)
+    for name, tensor in state_dict.items():
+        if not tensor.isfinite().all():
+            raise FailedError(f"The LoRA was not saved: {name} is not finite.")
+    if (share := _flushed_share(transformer, dtype)) > 1e-3:
+        logger.warning("--lora_dtype: %.1f %% of the trained values become zero in %s; use fp32.", 100 * share, dtype)
+    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(adapter_metadata(transformer, prefix=prefix))}
+    path = pathlib.Path(output_dir) / LORA_FILE
+    save_safetensors(state_dict, path, metadata | info)
+    return path
+
+
+def _flushed_share(transformer, dtype):
+    """Return the share of the trained values that are zero in `dtype` and were not before."""
+    lost = total = 0
+    for layer in lora_layers(transformer).values():
+        for adapters in (layer.lora_A, layer.lora_B):
+            weight = adapters[ADAPTER_NAME].weight.detach()
+            lost += int(((weight != 0) & (weight.to(dtype) == 0)).sum())
+            total += weight.numel()
+    return lost / max(total, 1)
+
+
+@torch.no_grad()
+def check_lora(pipeline, path, predict, *, dtype):
+    """Load a LoRA file back through stock diffusers and compare it with what was trained.
+
+    The trained adapters are taken off the transformer and replaced by those of the file.
+
+    Args:
+        pipeline (`DiffusionPipeline`): Stock pipeline with the trained transformer, in eval mode.
+        path (`pathlib.Path`): The file.
+        predict (`Callable[[], torch.Tensor]`): Runs the transformer on fixed inputs.
+        dtype (`torch.dtype`): Of the file.
+
+    Returns:
+        `dict` with `layers` and `relative_change`, how much the LoRA changes the output.
+
+    Raises:
+        FailedError: A layer is missing, has another strength, or the LoRA changes nothing.
+    """
+    transformer = pipeline.transformer
+    generator = torch.Generator().manual_seed(0)
+    trained = {}
+    for name, layer in lora_layers(transformer).items():
+        probe = torch.randn(layer.in_features, generator=generator)
+        trained[name] = probe, _delta(layer, ADAPTER_NAME, probe)
+    trained_output = predict()
+    transformer.unload_lora()
+    base_output = predict()
+
+    pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="reloaded")
+    loaded = lora_layers(transformer)
+    if set(loaded) != set(trained):
+        differing = sorted(set(loaded) ^ set(trained))
+        raise FailedError(
+            f"{path.name} was loaded back by diffusers with {len(loaded)} of {len(trained)} layers; differing are "
+            f"{', '.join(differing[:5])}."
+        )
+    for name, (probe, expected) in trained.items():
+        # What rounding both factors can change, with room; a wrong strength is off by far more.
+        loaded_dtype = loaded[name].lora_A["reloaded"].weight.dtype
+        tolerance = 4 * max(torch.finfo(dtype).eps, torch.finfo(loaded_dtype).eps)
+        error = (_delta(loaded[name], "reloaded", probe) - expected).norm()
+        if error > tolerance * expected.norm():
+            raise FailedError(
+                f"{path.name} was loaded back by diffusers with another strength: layer {name} differs by "
+                f"{float(error / expected.norm()):.1%}."
+            )
+    output = predict()
+    change = float((trained_output.float() - base_output.float()).norm() / base_output.float().norm())
+    if torch.equal(output, base_output):
+        raise FailedError(f"{path.name} changes nothing: the output with it is that of the base model.")
+    return {"layers": len(loaded), "relative_change": change}
+
+
+def _delta(layer, adapter_name, probe):
+    """Return what an adapter adds for the input `probe` (in_features,), in fp32 on the CPU."""
+    a, b = (getattr(layer, key)[adapter_name].weight.detach().float().cpu() for key in ("lora_A", "lora_B"))
+    return layer.scaling[adapter_name] * (b @ (a @ probe))
+
+
+def save_transformer(transformer, output_dir):
+    """Write all weights as a folder `transformer/` that stock `from_pretrained` opens; complete or not at all.
+
+    Raises:
+        FailedError: A parameter is not finite.
+    """
+    for name, parameter in transformer.named_parameters():
+        if not parameter.isfinite().all():
+            raise FailedError(f"The transformer was not saved: {name} is not finite.")
+    final, beside = pathlib.Path(output_dir) / "transformer", pathlib.Path(output_dir) / "transformer.tmp"
+    shutil.rmtree(beside, ignore_errors=True)
+    transformer.save_pretrained(beside)
+    shutil.rmtree(final, ignore_errors=True)
+    beside.rename(final)
+    return final

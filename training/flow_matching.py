@@ -1,0 +1,125 @@
+"""Flow matching: how sigmas are drawn, how latents are noised, what is predicted, how the loss is weighted.
+
+`sigma` is in [0, 1], 1 being pure noise; `timestep` is 1000 * sigma. Both stay in fp32.
+"""
+
+import dataclasses
+import functools
+import math
+import statistics
+
+import numpy as np
+import torch
+from diffusers.training_utils import compute_loss_weighting_for_sd3
+
+
+@dataclasses.dataclass(frozen=True)
+class SigmaLaw:
+    """A law of sigma on (0, 1): a base law, shifted towards noise, then conditioned on an interval.
+
+    Args:
+        timestep_sampling (`str`):
+            `"uniform"`, or `"logit_normal"`: the logistic function of a standard normal variable.
+        shift (`float`):
+            s in s * sigma / (1 + (s - 1) * sigma), the shift of `FlowMatchEulerDiscreteScheduler`.
+        min_sigma, max_sigma (`float`):
+            Sigma is drawn from the shifted law given that it lies between the two.
+    """
+
+    timestep_sampling: str = "uniform"
+    shift: float = 1.0
+    min_sigma: float = 0.0
+    max_sigma: float = 1.0
+
+    def cdf(self, sigma):
+        """Return P(sigma' <= `sigma`) of the shifted law, before it is conditioned."""
+        base = sigma / (self.shift - (self.shift - 1) * sigma)
+        if self.timestep_sampling == "uniform" or base in (0, 1):
+            return base
+        return statistics.NormalDist().cdf(math.log(base / (1 - base)))
+
+    def quantile(self, u):
+        """Return the sigma below which the conditioned law has the share `u`, in [0, 1], of its mass."""
+        low, high = self._ends
+        u = low + u * (high - low)
+        if self.timestep_sampling == "uniform" or u in (0, 1):
+            base = u
+        else:
+            base = 1 / (1 + math.exp(-statistics.NormalDist().inv_cdf(u)))
+        return self.shift * base / (1 + (self.shift - 1) * base)
+
+    @functools.cached_property
+    def _ends(self):
+        return self.cdf(self.min_sigma), self.cdf(self.max_sigma)
+
+
+def sigma_law(args, model_shift):
+    """Return the `SigmaLaw` that the flags ask for; `model_shift` holds where no shift was given."""
+    shift = model_shift if args.sigma_shift is None else args.sigma_shift
+    return SigmaLaw(args.timestep_sampling, shift, args.min_sigma, args.max_sigma)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """What is drawn for one sample: a function of (seed, step, position in the global batch) and of nothing else.
+
+    Args:
+        seed, step, position (`int`):
+            `step` is the optimizer step, from 1; `position` the sample's place in that step's global batch.
+    """
+
+    seed: int
+    step: int
+    position: int
+
+    def _generator(self, purpose):
+        # One stream per purpose, so that a flag which uses one of them leaves the others as they are.
+        key = np.random.SeedSequence([self.seed, self.step, self.position, purpose]).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(key[0]))
+
+    def sigma(self, law):
+        """Return a sigma (`float`) from a `SigmaLaw`."""
+        return law.quantile(torch.rand((), generator=self._generator(0), dtype=torch.float64).item())
+
+    def drops_caption(self, probability):
+        """Return whether this sample is trained without its caption."""
+        return torch.rand((), generator=self._generator(1), dtype=torch.float64).item() < probability
+
+    def noise(self, shape):
+        """Return standard normal noise of `shape`, fp32, made on the CPU: the same on every device."""
+        return torch.randn(shape, generator=self._generator(2))
+
+
+def add_noise(latents, noise, sigmas):
+    """Return (1 - sigma) * latents + sigma * noise.
+
+    Args:
+        latents, noise (`torch.Tensor` of shape (B, ...)): fp32.
+        sigmas (`torch.Tensor` of shape (B,)): fp32.
+    """
+    sigmas = sigmas.view(-1, *[1] * (latents.ndim - 1))
+    return (1 - sigmas) * latents + sigmas * noise
+
+
+def flow_target(latents, noise):
+    """Return what the transformer is to predict: the velocity noise - latents."""
+    return noise - latents
+
+
+def flow_loss(prediction, target, sigmas, loss_weighting="none"):
+    """Return the loss of a batch: squared error in fp32, mean per sample, weighted, mean over the samples.
+
+    Args:
+        prediction, target (`torch.Tensor` of shape (B, ...)): Of equal shapes.
+        sigmas (`torch.Tensor` of shape (B,))
+        loss_weighting (`str`): `"none"`, or a scheme of diffusers' `compute_loss_weighting_for_sd3`.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    if prediction.shape != target.shape:
+        raise ValueError(f"The prediction has shape {tuple(prediction.shape)}, its target {tuple(target.shape)}.")
+    losses = (prediction.float() - target.float()).square().flatten(1).mean(1)  # (B,)
+    if loss_weighting != "none":
+        losses = losses * compute_loss_weighting_for_sd3(loss_weighting, sigmas)
+    return losses.mean()

@@ -1,0 +1,125 @@
+"""Starts Accelerate for a run: checks its settings against the flags, then seeds."""
+
+import os
+import random
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedType
+
+from memory.checkpointing import configure_deepspeed_checkpointing
+from training.errors import RefusedError
+
+
+def start_accelerator(args):
+    """Return the `Accelerator` of this run.
+
+    Raises:
+        RefusedError: The Accelerate or DeepSpeed config contradicts a flag, or asks for what is not offered.
+    """
+    # Accelerate reads these from its config file through the environment, where they would win over the arguments.
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", args.mixed_precision):
+        raise RefusedError(
+            f"mixed_precision is {precision} in the Accelerate config and --mixed_precision is "
+            f"{args.mixed_precision}; set the config to 'no' or to the same value."
+        )
+    accumulation = os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation not in ("1", "auto", str(args.gradient_accumulation_steps)):
+        raise RefusedError(
+            f"gradient_accumulation_steps is {accumulation} in the Accelerate config and "
+            f"--gradient_accumulation_steps is {args.gradient_accumulation_steps}; remove it from the config."
+        )
+    if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false") == "true":
+        raise RefusedError(
+            "fsdp_activation_checkpointing is on in the Accelerate config; set it to false and use "
+            "--use_gradient_checkpointing, since two mechanisms at once would recompute twice."
+        )
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    if "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))  # DeepSpeed would look for a library of its own
+    # No autocast: the weights have the dtype of the computation, so that training computes what inference computes.
+    accelerator = Accelerator(
+        mixed_precision="no",
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        kwargs_handlers=handlers,
+        step_scheduler_with_optimizer=False,
+    )
+    if accelerator.distributed_type not in (
+        DistributedType.NO,
+        DistributedType.MULTI_CPU,
+        DistributedType.MULTI_GPU,
+        DistributedType.DEEPSPEED,
+    ):
+        raise RefusedError(
+            f"distributed_type {accelerator.distributed_type.value} in the Accelerate config is not supported; "
+            "allowed are NO, MULTI_GPU, MULTI_CPU and DEEPSPEED."
+        )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _complete_deepspeed_config(args, accelerator)
+    return accelerator
+
+
+def _complete_deepspeed_config(args, accelerator):
+    """Put the flags into the DeepSpeed config, which alone counts for the engine."""
+    config = accelerator.deepspeed_plugin.deepspeed_config
+    stage = config["zero_optimization"]["stage"]
+    if args.training_mode == "full" or stage not in (0, 1, 2):
+        raise RefusedError(
+            f"DeepSpeed ZeRO stage {stage} with --training_mode {args.training_mode} is not supported; allowed is "
+            "stage 1 or 2 with lora. Use MULTI_GPU otherwise."
+        )
+    for key in ("bf16", "fp16"):
+        if config.get(key, {}).get("enabled") is True:
+            raise RefusedError(
+                f"{key}.enabled is true in the DeepSpeed config, which would cast the fp32 LoRA weights; remove it."
+            )
+    values = {
+        "train_micro_batch_size_per_gpu": args.train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_clipping": args.max_grad_norm,
+    }
+    for key, value in values.items():
+        # Accelerate fills in an accumulation of 1 where nothing is said.
+        unset = ("auto", 1) if key == "gradient_accumulation_steps" else ("auto",)
+        if config.get(key, "auto") not in (*unset, value):
+            raise RefusedError(f"{key} is {config[key]} in the DeepSpeed config and {value} by the flags; remove it.")
+        config[key] = value
+    config["train_batch_size"] = args.train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+    try:
+        configure_deepspeed_checkpointing(
+            config,
+            use_gradient_checkpointing=args.use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=args.use_gradient_checkpointing_offload,
+            device=accelerator.device,
+        )
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
+
+
+def make_output_dir(output_dir):
+    """Make the folder and check that it can be written.
+
+    Raises:
+        RefusedError: It cannot.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        probe = output_dir / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise RefusedError(f"--output_dir {output_dir} cannot be written: {error.strerror}.") from None
+
+
+def seed_module_randomness(seed, process_index):
+    """Seed what modules draw, dropout above all: unlike noise and sigma it differs between processes."""
+    value = int(np.random.SeedSequence([seed, process_index, 3]).generate_state(1)[0])
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)

@@ -1,0 +1,135 @@
+"""The training loop, in Accelerate's words and order, and what stands right before and after it."""
+
+import pathlib
+
+import torch
+from accelerate.utils import send_to_device
+from diffusers.optimization import get_scheduler
+
+from training.checkpoints import load_checkpoint, register_state_hooks, save_checkpoint
+from training.data.batches import MicroBatchSampler, collate
+from training.errors import FailedError
+from training.launch import seed_module_randomness
+from training.module import trainable_parameters
+from training.optimizers import MasterWeights
+from training.reporting import Metrics
+
+
+def train(
+    accelerator, module, dataset, batches, args, *, optimizer_class, optimizer_arguments, steps, checkpoint=None
+):
+    """Train `module` in place.
+
+    Args:
+        accelerator (`Accelerator`)
+        module (`DiffusionTrainingModule`): What requires a gradient is trained.
+        dataset (`TrainingDataset`)
+        batches (`BatchPlan`)
+        args (`argparse.Namespace`)
+        optimizer_class, optimizer_arguments: From `find_optimizer`.
+        steps (`range`): The optimizer steps to make, counted from 1.
+        checkpoint (`pathlib.Path`, *optional*): Training state to go on from.
+
+    Raises:
+        FailedError: A trainable tensor gets no gradient, or a loss is not finite.
+    """
+    module.train()
+    parameters = trainable_parameters(module)
+    module.to(accelerator.device)
+    weights = MasterWeights(parameters.values())
+    optimizer = optimizer_class(weights.masters, **optimizer_arguments)
+    lr_scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=steps.stop - 1
+    )
+    model, optimizer = accelerator.prepare(module, optimizer)
+    # Not prepared: Accelerate would step the schedule once per process.
+    accelerator.register_for_checkpointing(lr_scheduler)
+    register_state_hooks(accelerator, weights)
+    seed_module_randomness(args.seed, accelerator.process_index)
+    if checkpoint is not None:
+        load_checkpoint(accelerator, checkpoint)
+        accelerator.print(f"resumed after step {steps.start - 1}, learning rate {lr_scheduler.get_last_lr()[0]:.3g}")
+
+    sampler = MicroBatchSampler(batches, process_index=accelerator.process_index, steps=steps)
+    dataloader = torch.utils.data.DataLoader(
+        dataset, batch_sampler=sampler, collate_fn=collate, pin_memory=accelerator.device.type == "cuda"
+    )
+    metrics = Metrics(accelerator, pathlib.Path(args.output_dir) / "metrics.jsonl", steps)
+    liveness = GradientLiveness(parameters)
+    step, losses = steps.start - 1, []
+    for batch in dataloader:
+        batch = send_to_device(batch, accelerator.device, non_blocking=True)
+        with accelerator.accumulate(model):
+            loss = model(batch)
+            losses.append(loss.detach())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                grad_norm = clip_gradients(accelerator, weights, args.max_grad_norm)
+                lr = lr_scheduler.get_last_lr()[0]
+            optimizer.step()
+            if accelerator.sync_gradients:
+                weights.write_back()
+                lr_scheduler.step()
+            optimizer.zero_grad()
+        if not accelerator.sync_gradients:
+            continue
+
+        step += 1
+        items = batches.step(step)
+        metrics.add(
+            step=step,
+            epoch=batches.epoch(step),
+            loss=torch.stack(losses).mean(),
+            lr=lr,
+            grad_norm=grad_norm,
+            sigmas=[dataset.sigma(step, position, index) for position, index in enumerate(items)],
+            samples=[dataset.samples[index]["id"] for index in items],
+        )
+        losses = []
+        if step == steps[:2][-1]:
+            liveness.check()
+        saves = args.checkpointing_steps is not None and step % args.checkpointing_steps == 0
+        if saves or step % args.logging_steps == 0 or step == steps[-1]:
+            metrics.flush()
+        if saves:
+            save_checkpoint(accelerator, args, step)
+    metrics.close()
+
+
+def clip_gradients(accelerator, weights, max_grad_norm):
+    """Clip the whole gradient to `max_grad_norm` (0: not at all) and return its norm before, a scalar tensor."""
+    if accelerator.distributed_type.value == "DEEPSPEED":
+        # The engine clipped and stepped in `backward`, by the same setting.
+        return torch.as_tensor(accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm())
+    weights.take_gradients()
+    if max_grad_norm > 0:
+        return accelerator.clip_grad_norm_(weights.masters, max_grad_norm)
+    return torch.nn.utils.get_total_norm([master.grad for master in weights.masters if master.grad is not None])
+
+
+class GradientLiveness:
+    """Notices trainable parameters to which the backward pass brings nothing.
+
+    Args:
+        parameters (`dict[str, nn.Parameter]`): By name.
+    """
+
+    def __init__(self, parameters):
+        self.silent = set(parameters)
+        self.hooks = [
+            # Also where DeepSpeed takes the gradients away at once.
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.silent.discard(name))
+            for name, parameter in parameters.items()
+        ]
+
+    def check(self):
+        """Stop listening, and raise `FailedError` with the names of those that got no gradient so far."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        if self.silent:
+            names = sorted(self.silent)
+            raise FailedError(
+                f"{len(names)} trainable tensors got no gradient in the first steps, such as {', '.join(names[:3])}: "
+                "they would not be trained. Take them out of what is trained."
+            )

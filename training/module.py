@@ -1,0 +1,140 @@
+"""The module that is trained: which parameters, in which precision, and from a batch to its loss."""
+
+import difflib
+import re
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from training.errors import RefusedError
+from training.flow_matching import add_noise, flow_loss, flow_target
+
+
+ADAPTER_NAME = "default"
+
+
+class DiffusionTrainingModule(nn.Module):
+    """Holds the transformer; its `forward` goes from a batch to the loss.
+
+    This is what `accelerator.prepare` gets, so that the hooks of DDP and ZeRO see every block.
+
+    Args:
+        transformer (`nn.Module`): Model of diffusers.
+        loss_weighting (`str`): See `flow_loss`.
+    """
+
+    def __init__(self, transformer, *, loss_weighting="none"):
+        super().__init__()
+        self.transformer = transformer
+        self.loss_weighting = loss_weighting
+
+    def predict(self, noisy_latents, timestep, batch):
+        """Predict the flow.
+
+        Args:
+            noisy_latents (`torch.Tensor` of shape (B, C, ...)): fp32.
+            timestep (`torch.Tensor` of shape (B,)): fp32, in [0, 1000].
+            batch (`dict`): From `collate`.
+
+        Returns:
+            `torch.Tensor` of the shape of `noisy_latents`.
+        """
+        raise NotImplementedError
+
+    def forward(self, batch):
+        """Return the mean loss (a scalar, fp32) of a micro-batch from `collate`."""
+        latents, noise, sigmas = batch["latents"], batch["noise"], batch["sigmas"]
+        prediction = self.predict(add_noise(latents, noise, sigmas), sigmas * 1000, batch)
+        return flow_loss(prediction, flow_target(latents, noise), sigmas, self.loss_weighting)
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+def _is_part_of(name, modules):
+    return any(name == module or name.startswith(module + ".") for module in modules)
+
+
+def find_lora_targets(transformer, names, *, never_trained):
+    """Return the full names of the linear layers that get an adapter.
+
+    Args:
+        transformer (`nn.Module`): May be on the meta device: only names and types are read.
+        names (`list[str]`): Each a full name or the end of one, as PEFT matches them.
+        never_trained (`list[str]`): Modules that the architecture gives no gradient; left out.
+
+    Raises:
+        RefusedError: A name matches nothing, or no linear layer that trains.
+    """
+    modules = dict(transformer.named_modules())
+    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    targets, problems = set(), []
+    for name in names:
+        matching = [full for full in modules if full == name or full.endswith("." + name)]
+        trained = [full for full in matching if full in linears and not _is_part_of(full, never_trained)]
+        targets.update(trained)
+        if not matching:
+            # The ends of the existing names, without the numbers of the blocks.
+            ends = {re.sub(r"^.*?\.\d+\.", "", full) for full in linears}
+            ends |= {end.rsplit(".", parts)[-1] for end in ends for parts in (1,)}
+            close = difflib.get_close_matches(name, sorted(ends), n=3, cutoff=0.5) or sorted(ends)[:12]
+            problems.append(f"{name!r} matches no layer (near: {', '.join(close)})")
+        elif not trained and any(full in linears for full in matching):
+            problems.append(f"{name!r} matches only layers that get no gradient in this architecture")
+        elif not trained:
+            kind = type(modules[matching[0]]).__name__
+            problems.append(f"{name!r} matches a {kind}, and only Linear layers can be adapted")
+    if problems:
+        raise RefusedError(f"--lora_target_modules: {'; '.join(problems)}.")
+    return [name for name in linears if name in targets]
+
+
+class MasterLinear(nn.Linear):
+    """A linear layer with its weight in fp32 that computes in the dtype of its input.
+
+    PEFT's own would cast the input to fp32 instead, and autograd would keep that copy of every adapter's input.
+    """
+
+    def forward(self, x):
+        """Map `x` (..., in_features) to (..., out_features), in the dtype of `x`."""
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+def add_lora(transformer, targets, args):
+    """Freeze `transformer` and give the layers named in `targets` an adapter with fp32 weights.
+
+    The adapters start equal on every process: A random from the seed, B zero.
+    """
+    transformer.requires_grad_(False)
+    config = LoraConfig(
+        r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, target_modules=targets
+    )
+    transformer.add_adapter(config, adapter_name=ADAPTER_NAME)
+    torch.manual_seed(args.seed)
+    for layer in lora_layers(transformer).values():
+        for adapters in (layer.lora_A, layer.lora_B):
+            stock = adapters[ADAPTER_NAME]
+            adapters[ADAPTER_NAME] = MasterLinear(
+                stock.in_features, stock.out_features, bias=False, device=stock.weight.device, dtype=torch.float32
+            )
+        layer.cast_input_dtype_enabled = False
+        # Drawn again, since PEFT drew in the dtype of the base.
+        layer.reset_lora_parameters(ADAPTER_NAME, init_lora_weights=True)
+
+
+def lora_layers(transformer):
+    """Return the adapted layers by name."""
+    return {name: module for name, module in transformer.named_modules() if isinstance(module, LoraLayer)}
+
+
+def train_all_weights(transformer, *, never_trained):
+    """Make every parameter of `transformer` trainable but those in the modules `never_trained`."""
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_(not _is_part_of(name, never_trained))
+
+
+def trainable_parameters(module):
+    """Return the trainable parameters of `module` by name."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}

@@ -1,0 +1,86 @@
+"""Optimizers by name or import path, and fp32 master copies of bf16 weights."""
+
+import importlib
+import inspect
+
+import torch
+
+from training.errors import RefusedError
+
+
+_PATHS = {
+    "adamw": "torch.optim.AdamW",
+    "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
+    "adafactor": "torch.optim.Adafactor",
+    "prodigy": "prodigyopt.Prodigy",
+}
+_PACKAGES = {"adamw_8bit": "bitsandbytes", "prodigy": "prodigyopt"}
+
+
+def find_optimizer(args):
+    """Return the optimizer class that the flags name and its arguments, checked before anything is loaded.
+
+    Args:
+        args (`argparse.Namespace`):
+            With `optimizer`, `optimizer_args`, `learning_rate` and `weight_decay` (None: what the class has).
+
+    Raises:
+        RefusedError: The class cannot be imported, or does not take one of the arguments.
+    """
+    path = _PATHS.get(args.optimizer, args.optimizer)
+    module, _, name = path.rpartition(".")
+    try:
+        optimizer_class = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        package = _PACKAGES.get(args.optimizer)
+        hint = f"install it with: pip install {package}" if package else "give the import path of a class"
+        raise RefusedError(f"--optimizer {args.optimizer}: cannot import {path} ({error}); {hint}.") from None
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise RefusedError(f"--optimizer {args.optimizer}: {path} is not a torch optimizer class.")
+
+    arguments = {"lr": args.learning_rate}
+    if args.weight_decay is not None:
+        arguments["weight_decay"] = args.weight_decay
+    flags = dict.fromkeys(arguments, "--weight_decay") | {"lr": "--learning_rate"}
+    for key, value in args.optimizer_args.items():
+        if key in arguments:
+            raise RefusedError(f"--optimizer_args: give {key} by {flags[key]}.")
+        arguments[key] = value
+    parameters = inspect.signature(optimizer_class).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for key in arguments:
+            if key not in parameters:
+                known = ", ".join(name for name in parameters if name not in ("params", "lr", "weight_decay"))
+                raise RefusedError(f"{flags.get(key, '--optimizer_args')}: {path} takes no {key}; it takes {known}.")
+    return optimizer_class, arguments
+
+
+class MasterWeights:
+    """fp32 copies of trainable parameters that are kept in bf16 for the computation.
+
+    bf16 has 8 significant bits: an update of less than 1/512 of a weight would be rounded away, which at usual
+    learning rates is all of them. So the optimizer works on fp32 copies, and the model gets them rounded. Where the
+    parameters are fp32 already they are their own masters, and nothing is copied.
+
+    Args:
+        parameters (`list[nn.Parameter]`): The trainable parameters.
+    """
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+        self.masters = [
+            p if p.dtype == torch.float32 else p.detach().to(torch.float32, copy=True).requires_grad_()
+            for p in self.parameters
+        ]
+        self._pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
+
+    def take_gradients(self):
+        """Hand the gradients of the parameters to their masters."""
+        for parameter, master in self._pairs:
+            master.grad, parameter.grad = parameter.grad.to(torch.float32), None
+
+    @torch.no_grad()
+    def write_back(self):
+        """Round the masters into the parameters."""
+        for parameter, master in self._pairs:
+            parameter.copy_(master)

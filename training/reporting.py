@@ -1,0 +1,228 @@
+"""What a run writes about itself: run.json, dataset.jsonl, metrics.jsonl, the progress bar, the model card."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import time
+
+import psutil
+import torch
+from tqdm.auto import tqdm
+
+from memory import offload
+from training.errors import FailedError
+from training.module import trainable_parameters
+
+
+_PACKAGES = (
+    "torch",
+    "accelerate",
+    "diffusers",
+    "transformers",
+    "peft",
+    "datasets",
+    "safetensors",
+    "numpy",
+    "deepspeed",
+)
+
+
+def write_atomically(path, text):
+    """Write a text file so that it is on disk whole or as it was before."""
+    path = pathlib.Path(path)
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def write_json_lines(path, records):
+    """Write one JSON object per line."""
+    write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+class RunRecord:
+    """run.json and dataset.jsonl; says on the screen what is about to be trained.
+
+    Args:
+        accelerator (`Accelerator`): The main process writes.
+        args (`argparse.Namespace`)
+        plan (`MemoryPlan`)
+        module (`nn.Module`): What is trained.
+        records (`list[dict]`): From `inspect_rows`.
+        never_trained (`list[str]`): Modules left out because the architecture gives them no gradient.
+    """
+
+    def __init__(self, accelerator, args, *, plan, module, records, never_trained):
+        self.output_dir = pathlib.Path(args.output_dir)
+        parameters = trainable_parameters(module)
+        versions = {"python": platform.python_version()}
+        for package in _PACKAGES:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
+        self.content = {
+            "arguments": vars(args),
+            "versions": versions,
+            "plan": plan.modes,
+            "trainable": [
+                {"name": name, "shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
+                for name, parameter in parameters.items()
+            ],
+        }
+        if accelerator.is_main_process:
+            write_json_lines(self.output_dir / "dataset.jsonl", records)
+            self._write()
+        count = sum(parameter.numel() for parameter in parameters.values())
+        accelerator.print(f"{len(parameters)} tensors with {count:,} parameters are trained, in fp32")
+        accelerator.print(f"never trained, since they get no gradient: {', '.join(never_trained)}")
+        for line in plan.describe():
+            accelerator.print(line)
+
+    def finish(self):
+        """Add what was measured."""
+        steps = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
+        self.content["measured"] = {
+            "training_peak_bytes": max((step["device_peak_bytes"] or 0 for step in steps), default=0) or None,
+            "host_bytes": max((step["host_rss_bytes"] for step in steps), default=None),
+        }
+        self._write()
+
+    def _write(self):
+        text = json.dumps(self.content, indent=2, ensure_ascii=False)
+        write_atomically(self.output_dir / "run.json", text + "\n")
+
+
+class Metrics:
+    """Collects one record per optimizer step, keeps its tensors on the device, writes and shows them now and then.
+
+    Args:
+        accelerator (`Accelerator`)
+        path (`pathlib.Path`): metrics.jsonl. On a resume the lines of earlier steps are kept; later ones come from
+            steps after the checkpoint, which are made again.
+        steps (`range`): The optimizer steps of this run.
+    """
+
+    def __init__(self, accelerator, path, steps):
+        self.accelerator, self.path = accelerator, pathlib.Path(path)
+        self.pending = []
+        self.process = psutil.Process()
+        self.last_parked_bytes = offload.counters()["parked_bytes"]
+        self.last_time = time.perf_counter()
+        if accelerator.is_main_process:
+            kept = self.path.read_text(encoding="utf-8").splitlines() if steps.start > 1 and self.path.exists() else []
+            write_json_lines(self.path, [r for r in map(json.loads, kept) if r["step"] < steps.start])
+        shown = accelerator.is_main_process
+        self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc="training", disable=not shown)
+
+    def add(self, *, loss, grad_norm, **values):
+        """Take note of an optimizer step, without waiting for the device.
+
+        Args:
+            loss (`torch.Tensor`, a scalar): Mean over this process's part of the global batch.
+            grad_norm (`torch.Tensor`, a scalar): Before clipping, of the whole gradient.
+            **values: What can be written as it is: `step`, `epoch`, `lr`, `sigmas`, `samples`.
+        """
+        now, parked_bytes = time.perf_counter(), offload.counters()["parked_bytes"]
+        record = values | {"seconds": now - self.last_time, "offloaded_bytes": parked_bytes - self.last_parked_bytes}
+        record |= {"device_peak_bytes": _device_peak_bytes(), "host_rss_bytes": self.process.memory_info().rss}
+        self.last_time, self.last_parked_bytes = now, parked_bytes
+        self.pending.append((record, loss.detach(), grad_norm.detach()))
+        self.bar.update()
+
+    def flush(self):
+        """Write what was collected and show the last step. Every process must call it, at the same steps.
+
+        Raises:
+            FailedError: A loss or gradient norm is not finite.
+        """
+        if not self.pending:
+            return
+        records, losses, norms = zip(*self.pending, strict=True)
+        self.pending = []
+        losses = self.accelerator.reduce(torch.stack(losses).float(), reduction="mean").tolist()
+        norms = torch.stack(norms).float().tolist()
+        for record, loss, norm in zip(records, losses, norms, strict=True):
+            record |= {"loss": loss, "grad_norm": norm}
+        if self.accelerator.is_main_process:
+            keys = ("step", "epoch", "loss", "lr", "grad_norm", "sigmas", "samples", "seconds")
+            with self.path.open("a", encoding="utf-8") as file:
+                for record in records:
+                    ordered = {key: record[key] for key in keys} | record
+                    file.write(json.dumps(ordered, ensure_ascii=False) + "\n")
+        seconds = sum(record["seconds"] for record in records) / len(records)
+        self.bar.set_postfix(loss=f"{losses[-1]:.4f}", lr=f"{records[-1]['lr']:.2e}", seconds=f"{seconds:.2f}")
+        for record in records:
+            for name in ("loss", "grad_norm"):
+                if not torch.isfinite(torch.tensor(record[name])):
+                    raise FailedError(
+                        f"The {name} of step {record['step']} is {record[name]}; its samples were "
+                        f"{', '.join(sorted(set(record['samples'])))}. Nothing was saved after the last checkpoint."
+                    )
+
+    def close(self):
+        """Write what is left and end the bar."""
+        self.flush()
+        self.bar.close()
+
+
+def _device_peak_bytes():
+    """Return the peak of allocated device memory since the last call, None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+MODEL_CARD = """---
+base_model: {base_model}
+library_name: diffusers
+tags: [diffusers, diffusers-training, {tag}]
+---
+
+# {title}
+
+Trained with Blockwise on {num_items} items, {num_steps} optimizer steps.
+
+```python
+{usage}
+```
+
+| setting | value |
+|---|---|
+{settings}
+"""
+
+
+def write_model_card(args, *, base_model, num_items, usage):
+    """Write README.md, the model card of the result.
+
+    Args:
+        args (`argparse.Namespace`)
+        base_model (`str`): Hub id or name.
+        num_items (`int`): Of the dataset.
+        usage (`str`): Python code that loads the result.
+    """
+    output_dir = pathlib.Path(args.output_dir)
+    names = ("training_mode", "lora_rank", "lora_alpha", "lora_dropout", "learning_rate", "lr_scheduler", "optimizer")
+    names += ("weight_decay", "max_grad_norm", "mixed_precision", "height", "width", "max_pixels", "train_batch_size")
+    names += ("gradient_accumulation_steps", "caption_dropout", "timestep_sampling", "sigma_shift", "seed")
+    settings = [f"| {name} | {getattr(args, name)} |" for name in names if getattr(args, name) is not None]
+    text = MODEL_CARD.format(
+        base_model=base_model,
+        tag="lora" if args.training_mode == "lora" else "full-finetune",
+        title=f"{base_model.rpartition('/')[2]} {'LoRA' if args.training_mode == 'lora' else 'fine-tune'}",
+        num_items=num_items,
+        num_steps=len((output_dir / "metrics.jsonl").read_text().splitlines()),
+        usage=usage,
+        settings="\n".join(settings),
+    )
+    write_atomically(output_dir / "README.md", text)
+
+
+def portable_name(pretrained_model_name_or_path):
+    """Return a hub id as it is, and of a local folder its name: no path of this machine goes into a result."""
+    path = pathlib.Path(pretrained_model_name_or_path)
+    return path.resolve().name if path.exists() else pretrained_model_name_or_path
