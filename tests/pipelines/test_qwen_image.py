@@ -206,7 +206,7 @@ def test_latents_decode_as_the_stock_pipeline_expects(tiny_qwen_image):
     # A transformer that predicts no change: the latents reach the VAE as they were given.
     pipeline.transformer.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states),)
     given = {"latents": qwen_image.pack_latents(latents), "height": 48, "width": 32, "num_images_per_prompt": 2}
-    pipeline("", **given, num_inference_steps=1, output_type="pt")
+    pipeline("", **given, num_inference_steps=2, output_type="pt")
     with torch.no_grad():
         expected = vae.encode(pixels.unsqueeze(2)).latent_dist.mode()
     torch.testing.assert_close(decoded[0], expected, rtol=1e-4, atol=1e-4)
