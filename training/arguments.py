@@ -236,18 +236,12 @@ class _Parser(argparse.ArgumentParser):
         raise RefusedError(message)
 
 
-def _converter(name, kind):
+def _convert(name, kind, text):
     allowed = f"one of {', '.join(kind)}" if isinstance(kind, tuple) else _ALLOWED[kind]
-
-    def convert(text):
-        try:
-            if isinstance(kind, tuple):
-                return kind[kind.index(text)]
-            return kind(text)
-        except ValueError:
-            raise RefusedError(f"--{name} is {text!r}; allowed is {allowed}.") from None
-
-    return convert
+    try:
+        return kind[kind.index(text)] if isinstance(kind, tuple) else kind(text)
+    except ValueError:
+        raise RefusedError(f"--{name} is {text!r}; allowed is {allowed}.") from None
 
 
 def _build_parser(description, values):
@@ -268,7 +262,6 @@ def _build_parser(description, values):
         if kind is SWITCH:
             options["action"] = "store_true"
         else:
-            options["type"] = _converter(name, kind)
             options["metavar"] = "{" + ",".join(kind) + "}" if isinstance(kind, tuple) else name.upper()
             if name == "optimizer_args":
                 options["nargs"] = "+"
@@ -354,7 +347,7 @@ def _convert_in(path, key, kinds, value):
     if not isinstance(value, str):
         raise RefusedError(f"{path}: {key} takes one value, not {type(value).__name__}.")
     try:
-        return _converter(key, kinds[key])(value)
+        return _convert(key, kinds[key], value)
     except RefusedError as error:
         raise RefusedError(f"{path}: {error}") from None
 
@@ -384,7 +377,12 @@ def parse_args(argv, *, description, values):
     given = {}
     for path in flags.get("config", []):
         given |= _read_config(path, kinds)
-    given |= flags
+    for name, value in flags.items():
+        if isinstance(value, str):
+            value = _convert(name, kinds[name], value)
+        elif name == "optimizer_args":
+            value = [_convert(name, kinds[name], item) for item in value]
+        given[name] = value
 
     missing = [f"--{name}" for name, (_, default) in specs.items() if default is REQUIRED and name not in given]
     if missing:

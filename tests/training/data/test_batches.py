@@ -1,0 +1,122 @@
+"""The order of training: nothing lost, nothing doubled, the same for every number of processes."""
+
+import collections
+
+import pytest
+import torch
+
+from training.data.batches import BatchPlan, MicroBatchSampler, TrainingDataset, collate
+from training.flow_matching import Draw, SigmaLaw
+
+
+def plan(sizes, **settings):
+    return BatchPlan(sizes, **{"train_batch_size": 1, "num_processes": 1, "seed": 5} | settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"train_batch_size": 4},
+        {"train_batch_size": 2, "num_processes": 2},
+        {"train_batch_size": 1, "num_processes": 4},
+        {"train_batch_size": 2, "gradient_accumulation_steps": 2},
+        {"train_batch_size": 1, "num_processes": 2, "gradient_accumulation_steps": 2},
+    ],
+)
+def test_global_batches_do_not_depend_on_how_they_are_split(settings):
+    sizes = [(64, 64)] * 10
+    reference, other = plan(sizes, train_batch_size=4), plan(sizes, **settings)
+    assert [other.step(step) for step in range(1, 12)] == [reference.step(step) for step in range(1, 12)]
+
+
+def test_every_item_once_per_epoch():
+    order = plan([(64, 64)] * 7, train_batch_size=3)
+    seen = [index for step in range(1, 8) for index in order.step(step)]
+    for epoch in range(3):
+        assert sorted(seen[epoch * 7 : (epoch + 1) * 7]) == list(range(7))
+    assert seen[:7] != seen[7:14], "each epoch has an order of its own"
+    assert [order.epoch(step) for step in (1, 2, 3, 4, 8)] == [0, 0, 0, 1, 3]
+
+
+def test_repeats_come_within_one_epoch():
+    order = plan([(64, 64)] * 3, dataset_repeat=2)
+    assert collections.Counter(order.step(s)[0] for s in range(1, 7)) == {0: 2, 1: 2, 2: 2}
+
+
+def test_sizes_are_not_mixed_and_each_item_gets_its_share():
+    sizes = [(64, 64)] * 2 + [(96, 64)] * 2 + [(64, 96)]
+    order = plan(sizes, train_batch_size=2, gradient_accumulation_steps=1)
+    seen = collections.Counter()
+    for step in range(1, 6):  # two epochs of five items in batches of two
+        items = order.step(step)
+        assert len({sizes[index] for index in items}) == 1
+        seen.update(items)
+    assert seen == dict.fromkeys(range(5), 2)
+
+
+def test_large_buckets_mix_in_proportion():
+    sizes = [(64, 64)] * 90 + [(96, 64)] * 10
+    order = plan(sizes, train_batch_size=2)
+    rare = [step for step in range(1, 501) if order.step(step)[0] >= 90]
+    assert 48 <= len(rare) <= 52
+    assert len(set(zip([r % 10 for r in rare], range(3), strict=False))) > 1, "not at fixed places"
+
+
+def test_seed_changes_the_order():
+    sizes = [(64, 64)] * 20
+    assert plan(sizes).step(1) == plan(sizes).step(1)
+    assert [plan(sizes, seed=1).step(s) for s in range(1, 9)] != [plan(sizes, seed=2).step(s) for s in range(1, 9)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_processes_share_out_the_global_batch(accumulation):
+    order = plan([(64, 64)] * 10, train_batch_size=2, num_processes=2, gradient_accumulation_steps=accumulation)
+    places = []
+    for process in range(2):
+        micro_batches = list(MicroBatchSampler(order, process_index=process, steps=range(2, 4)))
+        assert len(micro_batches) == 2 * accumulation and all(len(batch) == 2 for batch in micro_batches)
+        places += [place for batch in micro_batches for place in batch]
+    expected = [(step, p, index) for step in (2, 3) for p, index in enumerate(order.step(step))]
+    assert sorted(places) == expected
+
+
+# ---------------------------------------------------------------- samples
+
+
+def make_dataset(**settings):
+    samples = [
+        {"id": f"{n}", "latents": torch.full((2, 4, 4), float(n)), "prompt_embeds": torch.full((n + 1, 3), float(n))}
+        for n in range(4)
+    ]
+    return TrainingDataset(samples, [SigmaLaw("uniform", 1 + n) for n in range(4)], seed=3, **settings)
+
+
+def test_sample_is_its_own_latents_caption_and_draw():
+    dataset = make_dataset()
+    for place in [(1, 0, 2), (5, 3, 1)]:
+        sample, draw = dataset[place], Draw(3, *place[:2])
+        assert sample["latents"].unique() == place[2] and sample["prompt_embeds"].unique() == place[2]
+        assert torch.equal(sample["noise"], draw.noise((2, 4, 4)))
+        assert sample["sigmas"].item() == pytest.approx(draw.sigma(SigmaLaw("uniform", 1 + place[2])))
+
+
+def test_dropped_captions_change_nothing_else():
+    dropped = torch.full((2, 3), -1.0)
+    with_dropout = make_dataset(caption_dropout=0.5, dropped_prompt_embeds=dropped)
+    shares = 0
+    for step in range(1, 101):
+        ours, plain = with_dropout[step, 0, 1], make_dataset()[step, 0, 1]
+        shares += ours["prompt_embeds"] is dropped
+        assert torch.equal(ours["noise"], plain["noise"]) and ours["sigmas"] == plain["sigmas"]
+    assert 30 < shares < 70
+
+
+def test_collate_pads_with_zeros_and_masks():
+    dataset = make_dataset()
+    batch = collate([dataset[1, 0, 1], dataset[1, 1, 3]])
+    assert batch["latents"].shape == batch["noise"].shape == (2, 2, 4, 4) and batch["sigmas"].shape == (2,)
+    assert batch["prompt_embeds"].shape == (2, 4, 3)
+    assert batch["prompt_embeds_mask"].tolist() == [[True, True, False, False], [True] * 4]
+    assert (batch["prompt_embeds"][0, 2:] == 0).all() and (batch["prompt_embeds"][0, :2] == 1).all()
+    assert collate([dataset[1, 0, 1], dataset[1, 1, 1]])["prompt_embeds_mask"] is None
+    assert batch["sigmas"][0] != batch["sigmas"][1] and not torch.equal(batch["noise"][0], batch["noise"][1])

@@ -1,0 +1,200 @@
+"""The command line and config files: what is accepted, what is refused, and with which words."""
+
+import pytest
+
+from training.arguments import FLAGS, parse_args
+from training.errors import RefusedError
+
+
+VALUES = {
+    "divisor": 16,
+    "height": 1024,
+    "width": 768,
+    "lora_target_modules": "to_q,to_k",
+    "timestep_sampling": "logit_normal",
+    "sigma_shift": "the model's own",
+    "dropped_caption": "an empty caption",
+}
+REQUIRED = ["--pretrained_model_name_or_path", "model", "--dataset_path", "data", "--output_dir", "out"]
+NUMBERS = "lora_rank lora_alpha train_batch_size dataset_repeat max_train_steps num_train_epochs learning_rate".split()
+
+
+def parse(*argv):
+    return parse_args([*REQUIRED, *argv], description="", values=VALUES)
+
+
+def refused(*argv):
+    with pytest.raises(RefusedError) as error:
+        parse(*argv)
+    return str(error.value)
+
+
+def test_defaults():
+    args = parse()
+    assert (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_dtype) == (32, 32.0, 0.0, "bf16")
+    assert (args.learning_rate, args.weight_decay, args.max_grad_norm) == (1e-4, 0.01, 1.0)
+    assert (args.height, args.width, args.max_pixels) == (1024, 768, None)
+    assert (args.optimizer, args.lr_scheduler, args.lr_warmup_steps) == ("adamw", "constant", 0)
+    assert (args.timestep_sampling, args.sigma_shift, args.loss_weighting) == ("logit_normal", None, "none")
+    assert (args.mixed_precision, args.training_mode, args.caption_dropout) == ("bf16", "lora", 0.0)
+    assert (args.num_train_epochs, args.max_train_steps, args.logging_steps) == (1, None, 10)
+    assert args.lora_target_modules == ["to_q", "to_k"] and args.optimizer_args == {}
+
+
+@pytest.mark.parametrize(
+    "flags, learning_rate, weight_decay",
+    [
+        ([], 1e-4, 0.01),
+        (["--training_mode", "full"], 1e-5, 0.01),
+        (["--optimizer", "prodigy"], 1.0, 0.01),
+        (["--optimizer", "torch.optim.SGD"], 1e-4, None),
+        (["--optimizer", "torch.optim.SGD", "--weight_decay", "0"], 1e-4, 0.0),
+        (["--learning_rate", "3", "--training_mode", "full"], 3.0, 0.01),
+    ],
+)
+def test_defaults_that_depend_on_other_flags(flags, learning_rate, weight_decay):
+    args = parse(*flags)
+    assert (args.learning_rate, args.weight_decay) == (learning_rate, weight_decay)
+
+
+def test_alpha_follows_the_rank():
+    assert parse("--lora_rank", "8").lora_alpha == 8.0
+    assert parse("--lora_rank", "8", "--lora_alpha", "4").lora_alpha == 4.0
+
+
+def test_zero_is_a_value():
+    args = parse("--seed", "0", "--weight_decay", "0", "--max_grad_norm", "0", "--lora_dropout", "0")
+    assert (args.seed, args.weight_decay, args.max_grad_norm, args.lora_dropout) == (0, 0.0, 0.0, 0.0)
+    assert parse().seed != 0
+
+
+def test_unknown_flag_names_the_nearest_before_missing_ones():
+    with pytest.raises(RefusedError, match="--lora_rnak; the nearest is --lora_rank"):
+        parse_args(["--lora_rnak", "4"], description="", values=VALUES)
+
+
+def test_no_abbreviations():
+    assert "--lora_rank" in refused("--lora_ran", "4")
+
+
+def test_missing_flags_are_all_named():
+    with pytest.raises(RefusedError, match="--pretrained_model_name_or_path, --output_dir"):
+        parse_args(["--dataset_path", "x"], description="", values=VALUES)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "zero", ""])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_out_of_range(name, value):
+    message = refused(f"--{name}={value}")
+    assert f"--{name}" in message and "allowed is" in message
+
+
+@pytest.mark.parametrize(
+    "flags, names",
+    [
+        (["--training_mode", "full", "--lora_rank", "4"], ["--lora_rank", "--training_mode full"]),
+        (["--training_mode", "full", "--lora_dtype", "fp32"], ["--lora_dtype"]),
+        (["--max_train_steps", "4", "--num_train_epochs", "1"], ["--max_train_steps", "--num_train_epochs"]),
+        (["--max_pixels", "4096", "--height", "64", "--width", "64"], ["--max_pixels", "--height"]),
+        (["--height", "64"], ["--height", "--width"]),
+        (["--height", "72", "--width", "64"], ["--height is 72", "64 or 80"]),
+        (["--max_pixels", "10"], ["--max_pixels", "256"]),
+        (["--lr_warmup_steps", "4"], ["--lr_warmup_steps", "constant_with_warmup"]),
+        (["--checkpoints_total_limit", "2"], ["--checkpoints_total_limit", "--checkpointing_steps"]),
+        (["--min_sigma", "0.5", "--max_sigma", "0.5"], ["--min_sigma 0.5", "--max_sigma 0.5"]),
+        (["--training_mode", "half"], ["--training_mode", "lora, full"]),
+        (["--optimizer", "adamm"], ["--optimizer", "adamw_8bit"]),
+        (["--optimizer_args", "momentum"], ["--optimizer_args", "key=value"]),
+        (["--lora_target_modules", "to_q,,to_k"], ["--lora_target_modules"]),
+        (["--lora_dropout", "1"], ["--lora_dropout"]),
+        (["--use_gradient_checkpointing", "False"], ["--use_gradient_checkpointing is a switch", "False"]),
+        (["--use_gradient_checkpointing=true"], ["--use_gradient_checkpointing is a switch"]),
+        (["--lora_rank"], ["--lora_rank"]),
+        (["stray"], ["stray"]),
+    ],
+)
+def test_refused(flags, names):
+    message = refused(*flags)
+    assert all(name in message for name in names), message
+
+
+def test_optimizer_args():
+    args = parse("--optimizer_args", "betas=(0.8, 0.9)", "eps=1e-6", "mode=fast")
+    assert args.optimizer_args == {"betas": (0.8, 0.9), "eps": 1e-6, "mode": "fast"}
+
+
+# ---------------------------------------------------------------- config files
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text, name="config.yaml"):
+        (tmp_path / name).write_text(text)
+        return ["--config", str(tmp_path / name)]
+
+    return write
+
+
+def test_config_values_mean_what_they_mean_as_flags(config):
+    args = parse(
+        *config(
+            "learning_rate: 1e-5\nmixed_precision: no\nseed: 0\nuse_gradient_checkpointing: true\nlora_rank: '8'\n"
+            "lora_target_modules: [to_q, to_v]\noptimizer_args: {eps: 1e-6}\nrevision: null\nvariant: 007\n"
+        )
+    )
+    assert (args.learning_rate, args.mixed_precision, args.seed, args.lora_rank) == (1e-5, "no", 0, 8)
+    assert args.use_gradient_checkpointing is True and args.lora_target_modules == ["to_q", "to_v"]
+    assert args.optimizer_args == {"eps": 1e-6} and args.revision is None and args.variant == "007"
+
+
+def test_later_files_win_and_flags_win_over_all(config):
+    first, second = config("lora_rank: 4\nseed: 1\n", "a.yaml"), config("lora_rank: 8\n", "b.yaml")
+    assert (parse(*first, *second).lora_rank, parse(*first, *second).seed) == (8, 1)
+    assert parse(*first, *second, "--lora_rank", "16").lora_rank == 16
+
+
+@pytest.mark.parametrize("text", ["False", "false", "no", "0", "'False'", "off"])
+def test_false_in_yaml(config, text):
+    assert parse(*config(f"use_gradient_checkpointing: {text}\n")).use_gradient_checkpointing is False
+
+
+@pytest.mark.parametrize(
+    "text, names",
+    [
+        ("lora_rnak: 4", ["config.yaml", "lora_rnak", "lora_rank"]),
+        ("learning_rate: nan", ["config.yaml", "learning_rate", "nan"]),
+        ("learning_rate: -1", ["config.yaml", "learning_rate"]),
+        ("learning_rate: [1, 2]", ["config.yaml", "learning_rate", "list"]),
+        ("use_gradient_checkpointing: maybe", ["config.yaml", "use_gradient_checkpointing", "maybe", "true or false"]),
+        ("- a", ["config.yaml"]),
+        ("a: [", ["config.yaml"]),
+        ("config: other.yaml", ["config.yaml"]),
+        ("training_mode: full\nlora_rank: 4", ["--lora_rank"]),
+    ],
+)
+def test_refused_in_config(config, text, names):
+    message = refused(*config(text))
+    assert all(name in message for name in names), message
+
+
+def test_missing_config_file():
+    assert "nowhere.yaml" in refused("--config", "nowhere.yaml")
+
+
+# ---------------------------------------------------------------- the program
+
+
+def test_every_flag_says_its_default_and_is_in_help(script):
+    text = script("train_qwen_image.py", "--help").stdout
+    for flags in FLAGS.values():
+        for name, *_ in flags:
+            assert f"--{name} " in text or f"--{name}\n" in text
+    for _, _, default, help_text in (flag[:4] for flags in FLAGS.values() for flag in flags):
+        assert help_text.endswith(".") or "Default" in help_text, (default, help_text)
+
+
+def test_exit_code_and_first_sentence(script, tmp_path):
+    done = script("train_qwen_image.py", "--lora_rank", "0", check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: --lora_rank is '0'; allowed is")
+    assert "torch" not in done.stderr and "Traceback" not in done.stderr
