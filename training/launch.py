@@ -50,6 +50,16 @@ def start_accelerator(args):
         kwargs_handlers=handlers,
         step_scheduler_with_optimizer=False,
     )
+    uses_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true" and not uses_deepspeed:
+        raise RefusedError(
+            "The Accelerate config asks for DeepSpeed, but ACCELERATE_USE_CPU makes Accelerate ignore it; unset that."
+        )
+    if accelerator.distributed_type == DistributedType.NO and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise RefusedError(
+            f"{os.environ['WORLD_SIZE']} processes were started, but Accelerate found no accelerator and would train "
+            "in each of them alone; on CPUs set ACCELERATE_USE_CPU=true."
+        )
     if accelerator.distributed_type not in (
         DistributedType.NO,
         DistributedType.MULTI_CPU,
@@ -60,7 +70,7 @@ def start_accelerator(args):
             f"distributed_type {accelerator.distributed_type.value} in the Accelerate config is not supported; "
             "allowed are NO, MULTI_GPU, MULTI_CPU and DEEPSPEED."
         )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if uses_deepspeed:
         _complete_deepspeed_config(args, accelerator)
     return accelerator
 

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Goal: all weights of Qwen-Image-2512 trained further, on a data set of thousands of pictures with captions.
+# Usage: bash scripts/qwen_image/full/Qwen-Image-2512.sh [further flags, which win over those below]
+#   DATASET_PATH  folder with pictures and captions, default data/my_pictures
+#   OUTPUT_DIR    default outputs/Qwen-Image-2512-full
+#   (relative to the root of the repository; go on after a stop with --resume_from_checkpoint latest)
+#
+# Hardware: one GPU with 288 GB (268 GiB). Everything lies on one device today: ZeRO is refused for full training, and
+# multi_gpu.yaml puts the same memory on each GPU. GPUs of 80, 141 or 192 GB cannot run this; train a LoRA there.
+# Disk: 41 GB for the result, 123 GB for each checkpoint, of which two lie side by side while one replaces the other.
+#
+# Memory: 20.43e9 parameters, bytes for each of them:
+#                                      adamw    adamw_8bit   adafactor
+#   weights, bf16                        2          2            2
+#   masters, fp32                        4          4            4
+#   their gradients, fp32, at the step   4          4            4
+#   optimizer state                      8          2.03         0.01 or less
+#   at the optimizer step               18         12.03        10
+#                                      342 GiB    229 GiB      190 GiB
+# That is the peak; torch's AdamW adds 4 bytes for a moment (419 GiB), unless given --optimizer_args fused=True.
+# In the backward pass the gradients are bf16, 2 bytes: with adamw_8bit 191 GiB and the activations. Recomputed, those
+# come to about 4 GiB per picture at 1328x1328, so that batch 4 stays below the peak; kept, to more than 50 GiB.
+# Calculated, NOT measured on a GPU. The CUDA context and fragmentation come on top.
+set -euo pipefail
+cd "$(dirname "$0")/../../.."
+if [ -d .venv/bin ]; then
+  PATH="$PWD/.venv/bin:$PATH"
+fi
+
+# Size: the model's native 1328x1328, since a smaller one saves time only: the peak is at the optimizer step.
+# Batch: 4 at once rather than by accumulation, which would add up gradients in bf16.
+# Optimizer: adamw_8bit, for which 1e-5 is the usual full rate. Adafactor fits 256 GB (238 GiB), but its rate is
+# relative to the size of each weight, so that 1e-5 would hardly move them.
+# Caption dropout: stock sampling guides each picture away from the caption " ", which so has to stay trained.
+ARGS=(
+  --pretrained_model_name_or_path Qwen/Qwen-Image-2512
+  --dataset_path "${DATASET_PATH:-data/my_pictures}"
+  --output_dir "${OUTPUT_DIR:-outputs/Qwen-Image-2512-full}"
+  --training_mode full
+  --height 1328
+  --width 1328
+  --train_batch_size 4
+  --caption_dropout 0.1
+  --optimizer adamw_8bit
+  --learning_rate 1e-5
+  --lr_scheduler constant_with_warmup
+  --lr_warmup_steps 100
+  --max_train_steps 5000
+  --use_gradient_checkpointing \
+  # --use_gradient_checkpointing_offload \
+  --checkpointing_steps 1000
+  --checkpoints_total_limit 1
+)
+accelerate launch --config_file accelerate_configs/single_gpu.yaml train_qwen_image.py "${ARGS[@]}" "$@"

@@ -1,0 +1,243 @@
+"""Decodes pictures and brings them to the size they train at: file -> RGB picture -> (3, H, W) tensor.
+
+One path for every picture, so that orientation, transparency and pixel range cannot differ between two of them.
+"""
+
+import io
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
+
+from training.data.metadata import first_five
+from training.errors import RefusedError
+
+
+logger = logging.getLogger(__name__)
+
+# Beyond this most of a picture would be cropped away, or one side would be thinner than a token.
+MAX_ASPECT_RATIO = 10
+
+
+def open_image(media, name=None):
+    """Decodes a picture completely, upright and in sRGB, transparency composited on white.
+
+    Args:
+        media: A path or the bytes of a file.
+        name: How messages call the picture; the path if not given.
+
+    Returns:
+        A `PIL.Image.Image` in mode RGB that holds no file open.
+
+    Raises:
+        RefusedError: If it is missing, damaged, animated, or of a kind without a defined colour range.
+    """
+    embedded = isinstance(media, bytes)
+    if name is None:
+        name = "embedded picture" if embedded else media
+    try:
+        with Image.open(io.BytesIO(media) if embedded else media) as image:
+            # MPO is a JPEG with a preview or a second view behind the picture.
+            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
+                raise ValueError(f"it has {image.n_frames} frames, and a picture has one")
+            image.load()
+            # Upright before anything looks at the size.
+            return _to_rgb(_upright(image, name))
+    except UnidentifiedImageError as error:
+        num_bytes = len(media) if embedded else os.path.getsize(media)
+        raise RefusedError(f"{name} is not a picture that Pillow can read ({num_bytes} bytes).") from error
+    except Exception as error:  # on damaged files Pillow raises OSError, SyntaxError, ValueError, struct.error, ...
+        raise RefusedError(f"{name} cannot be used: {error}.") from error
+
+
+def _upright(image, name):
+    try:
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+    except Exception as error:  # SyntaxError, struct.error, ...: viewers show such a picture as it is stored, too
+        logger.info("%s: EXIF not readable: %s", name, error)
+        turned = False
+    return ImageOps.exif_transpose(image) if turned else image
+
+
+def _to_rgb(image):
+    if image.mode in ("F", "I"):
+        raise ValueError(f"32-bit pixels (mode {image.mode}) have no defined white; save it with 8 or 16 bits")
+    profile = image.info.get("icc_profile")
+    alpha = None
+    if image.mode.startswith("I;16"):
+        # Pillow's own conversion clips at 255.
+        values = np.asarray(image).astype(np.uint32)
+        if "transparency" in image.info:
+            alpha = Image.fromarray(np.where(values == image.info["transparency"], 0, 255).astype(np.uint8))
+        image = Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+    elif image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        alpha = rgba.getchannel("A")
+        # Grey stays grey for its profile.
+        image = rgba.convert("RGB").convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
+    elif image.mode == "P":
+        image = image.convert("RGB")
+
+    image = _to_srgb(image, profile)
+    if alpha is not None:
+        white = Image.new("RGB", image.size, "white")
+        white.paste(image, mask=alpha)
+        image = white
+    return image
+
+
+def _to_srgb(image, profile):
+    if profile:
+        try:
+            profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            # Grey pictures with a profile for RGB are common. Other mismatches raise.
+            if image.mode == "L" and profile.profile.xcolor_space == "RGB ":
+                image = image.convert("RGB")
+            return ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
+        except (ImageCms.PyCMSError, OSError) as error:
+            # What viewers do with a broken profile as well: the picture is taken for sRGB.
+            logger.info("A colour profile was not usable: %s", error)
+    return image.convert("RGB")
+
+
+def target_size(source_width, source_height, *, height, width, max_pixels, divisor):
+    """Chooses the size that a picture trains at.
+
+    With `max_pixels`: of the sizes under the cap and inside the source the largest of about its aspect, where one
+    percent of error in aspect (which is cropped) weighs as much as ten percent of the pixels. A source side below
+    `divisor` is enlarged to it.
+
+    Args:
+        source_width: Width of the upright source in pixels.
+        source_height: Height of the upright source in pixels.
+        height: Fixed height in pixels, not looked at with `max_pixels`.
+        width: Fixed width in pixels, not looked at with `max_pixels`.
+        max_pixels: Cap on height x width, or None for the fixed size.
+        divisor: Both sides are a multiple of it.
+
+    Returns:
+        (height, width) in pixels.
+
+    Raises:
+        RefusedError: If the source is too small or too elongated, or the flags allow no size.
+    """
+    _check_size_flags(height, width, max_pixels, divisor)
+    short, long = sorted((source_width, source_height))
+    if 2 * short < divisor or long > MAX_ASPECT_RATIO * short:
+        raise RefusedError(
+            f"{source_width}x{source_height} pixels: the shorter side must be at least {(divisor + 1) // 2} and the "
+            f"longer side at most {MAX_ASPECT_RATIO} times the shorter."
+        )
+    if max_pixels is None:
+        return height, width
+
+    sizes = set()
+    for rows in range(divisor, min(max(source_height, divisor), max_pixels // divisor) + 1, divisor):
+        most = min(max_pixels // rows, max(source_width, divisor)) // divisor * divisor
+        below = rows * source_width // source_height // divisor * divisor
+        sizes.update((rows, min(max(columns, divisor), most)) for columns in (below, below + divisor))
+
+    def worth(size):
+        ratio = size[1] * source_height / (size[0] * source_width)
+        return size[0] * size[1] / max(ratio, 1 / ratio) ** 10, size
+
+    return max(sizes, key=worth)
+
+
+def _check_size_flags(height, width, max_pixels, divisor):
+    if max_pixels is not None:
+        if max_pixels < divisor * divisor:
+            raise RefusedError(
+                f"--max_pixels {max_pixels} must be at least {divisor * divisor} ({divisor}x{divisor})."
+            )
+        return
+    for flag, value in (("--height", height), ("--width", width)):
+        if value < divisor or value % divisor:
+            raise RefusedError(f"{flag} {value} must be a positive multiple of {divisor}.")
+
+
+def cover_and_crop(image, height, width):
+    """Scales a picture until it covers the size, aspect kept, and crops what stands out evenly on both sides.
+
+    Args:
+        image: A `PIL.Image.Image`.
+        height: In pixels.
+        width: In pixels.
+
+    Returns:
+        A `PIL.Image.Image` of that size.
+    """
+    return ImageOps.fit(image, (width, height), method=Image.Resampling.LANCZOS)
+
+
+def to_tensor(image):
+    """Turns a picture into numbers: 0 becomes -1 and 255 becomes 1, exactly.
+
+    Args:
+        image: A `PIL.Image.Image` in mode RGB.
+
+    Returns:
+        A contiguous float32 tensor (3, H, W) in [-1, 1].
+    """
+    assert image.mode == "RGB", image.mode
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()  # (3, H, W)
+    return pixels.float() / 127.5 - 1.0
+
+
+def inspect_rows(rows, *, height, width, max_pixels, divisor):
+    """Decodes every picture once, so that a bad one is known before a model loads.
+
+    Args:
+        rows: A list of `training.data.metadata.Row`.
+        height, width, max_pixels, divisor: See `target_size`.
+
+    Returns:
+        For each row its record of `dataset.jsonl`, a dict.
+
+    Raises:
+        RefusedError: If pictures are bad; lists all of them with their reasons.
+    """
+    _check_size_flags(height, width, max_pixels, divisor)
+    size_of = partial(target_size, height=height, width=width, max_pixels=max_pixels, divisor=divisor)
+    # Threads: Pillow decodes without holding Python's lock.
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(lambda row: _inspect(row, size_of), rows))
+    problems = [str(result) for result in results if isinstance(result, RefusedError)]
+    if problems:
+        listing = "\n".join(f"  {problem}" for problem in problems)
+        raise RefusedError(f"{len(problems)} of {len(rows)} pictures cannot be used:\n{listing}")
+
+    enlarged = []
+    for record in results:
+        source, used = record["source"]["size"], record["used"]["size"]
+        scale = max(used[0] / source[0], used[1] / source[1])
+        if scale > 2:
+            enlarged.append(f"{record['id']}: {source[0]}x{source[1]} to {used[0]}x{used[1]}, {scale:.1f} times")
+    if enlarged:
+        logger.warning("%d pictures are enlarged more than 2 times:\n%s", len(enlarged), first_five(enlarged))
+    return results
+
+
+def _inspect(row, size_of):
+    """Returns the row's record, or the error that refuses it."""
+    name = row.id if row.id == row.origin else f"{row.id} ({row.origin})"
+    try:
+        source_width, source_height = open_image(row.media, name).size
+    except RefusedError as error:
+        return error
+    try:
+        height, width = size_of(source_width, source_height)
+    except RefusedError as error:
+        return RefusedError(f"{name}: {error}")
+    return {
+        "id": row.id,
+        "caption": row.caption,
+        "source": {"size": [source_width, source_height], "frames": 1, "fps": None},
+        "used": {"size": [width, height], "frames": 1},
+        "decision": "used",
+        "reason": None,
+    }

@@ -1,0 +1,587 @@
+"""Reads the rows of a dataset: which picture, with which caption, and where that was written.
+
+A dataset is a folder with a sidecar text beside each picture, a folder with a metadata file, or a Hugging Face
+dataset. Every problem that shows without decoding a picture is found here, before any model loads.
+"""
+
+import codecs
+import csv
+import difflib
+import io
+import json
+import logging
+import os
+import re
+import reprlib
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.errors import RefusedError
+
+
+logger = logging.getLogger(__name__)
+
+IMAGE_SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+METADATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+
+# Hugging Face (file_name + text), DiffSynth-Studio (image or video + prompt), Open-Sora (path + text).
+FILE_COLUMNS = {"media": ("file_name", "image", "video", "path"), "caption": ("text", "prompt")}
+HUB_COLUMNS = {"media": ("image",), "caption": ("text", "caption", "prompt")}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One item of a dataset.
+
+    Args:
+        id: Unique name: the path relative to the dataset with forward slashes, or `split/index` for a Hugging Face
+            dataset, whose pictures need not have a path.
+        caption: The text as it was written; empty only where empty captions are allowed.
+        media: The picture's path, or its undecoded bytes where the dataset embeds them.
+        origin: Where the row was found, for messages: `metadata.csv line 3`, or the id for sidecar folders.
+    """
+
+    id: str
+    caption: str
+    media: Path | bytes
+    origin: str
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A row before its caption is judged: None is missing, and metadata can hold values of any type."""
+
+    id: str
+    caption: object
+    media: Path | bytes
+    origin: str
+
+
+def read_rows(
+    dataset_path, *, dataset_metadata=None, media_column=None, caption_column=None, allow_missing_captions=False
+):
+    """Reads all rows of a dataset without decoding a picture.
+
+    Args:
+        dataset_path: A folder, or the id of a dataset on the Hugging Face hub when there is no such path.
+        dataset_metadata: A metadata file; without it the folder's own `metadata.*` is read if there is one.
+        media_column: Column of the pictures, if it has none of the known names.
+        caption_column: Column of the captions, if it has none of the known names.
+        allow_missing_captions: Gives items without a caption the caption `""` instead of refusing them.
+
+    Returns:
+        A list of `Row` with unique ids: sidecar folders in order of their ids, all others in order of their rows.
+
+    Raises:
+        RefusedError: If anything is missing, ambiguous or unreadable. All problems of one kind come in one error.
+    """
+    given_columns = {"media": media_column, "caption": caption_column}
+    if not os.path.exists(dataset_path):
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(dataset_path)):
+            raise RefusedError(
+                f"--dataset_path {dataset_path} does not exist and is not a hub id ('name' or 'owner/name')."
+            )
+        _refuse_metadata_flag(dataset_metadata, f"{dataset_path}, which is not a folder here")
+        items = _hub_items(dataset_path, None, False, given_columns, allow_missing_captions)
+        return _judge_captions(items, dataset_path, allow_missing_captions)
+    if not os.path.isdir(dataset_path):
+        raise RefusedError(
+            f"--dataset_path {dataset_path} is a file: give the folder, and a metadata file by --dataset_metadata."
+        )
+
+    # abspath, not resolve: pictures are often links into a store, and an id is the name inside the dataset.
+    folder = os.path.abspath(dataset_path)
+    files = _list_files(folder)
+    hint = ""
+    saved = "dataset_dict.json" in files or {"dataset_info.json", "state.json"} <= set(files)
+    metadata = None if saved else _find_metadata(folder, files, dataset_metadata)
+    if metadata is not None:
+        items = _metadata_items(folder, files, metadata, given_columns, allow_missing_captions)
+    elif saved or _is_hub_layout(files):
+        _refuse_metadata_flag(dataset_metadata, f"{dataset_path}, which is a Hugging Face dataset")
+        items = _hub_items(dataset_path, folder, saved, given_columns, allow_missing_captions)
+    else:
+        for what, value in given_columns.items():
+            if value is not None:
+                raise RefusedError(f"--{what}_column {value} has no effect: {dataset_path} has no metadata file.")
+        items = _sidecar_items(folder, files)
+        tables = [name for name in files if _suffix(name) in METADATA_SUFFIXES]
+        hint = f" If {tables[0]} holds them, give it by --dataset_metadata." if tables else ""
+    return _judge_captions(items, dataset_path, allow_missing_captions, hint)
+
+
+def first_five(problems):
+    """Returns the first five problems, one a line, and how many more there are."""
+    lines = [f"  {problem}" for problem in problems[:5]]
+    if len(problems) > 5:
+        lines.append(f"  and {len(problems) - 5} more")
+    return "\n".join(lines)
+
+
+def _judge_captions(items, name, allow_missing_captions, hint=""):
+    """Turns items into rows, with the one rule for captions that holds for every kind of dataset."""
+    if not items:
+        raise RefusedError(
+            f"{name} has no items: neither rows of metadata nor pictures ({', '.join(IMAGE_SUFFIXES)})."
+        )
+    rows, unusable, without = [], [], {"empty": [], "missing": []}
+    for item in items:
+        caption = "" if item.caption is None else item.caption
+        if not isinstance(caption, str) or not _is_unicode(caption):
+            unusable.append(f"{item.origin}: {reprlib.repr(caption)}")
+            continue
+        # A mark at the start and line ends at the end belong to the file that the text came from, not to the text.
+        caption = caption.lstrip("\ufeff").rstrip("\r\n")
+        if not caption.strip():
+            without["missing" if item.caption is None else "empty"].append(item.origin)
+            caption = ""
+        rows.append(Row(item.id, caption, item.media, item.origin))
+    if unusable:
+        raise RefusedError(
+            f"{name} has {len(unusable)} captions that are not text (numbers need quotes):\n{first_five(unusable)}"
+        )
+
+    num_without = sum(map(len, without.values()))
+    counts = ", ".join(
+        [f"{len(rows) - num_without} found", *(f"{len(origins)} {kind}" for kind, origins in without.items())]
+    )
+    if not num_without:
+        logger.info("%s: captions: %s", name, counts)
+        return rows
+    listing = first_five([f"{origin}: caption {kind}" for kind, origins in without.items() for origin in origins])
+    if not allow_missing_captions:
+        raise RefusedError(
+            f"{name}: captions: {counts}; write them, or pass --allow_missing_captions to train these items on an "
+            f"empty caption.{hint}\n{listing}"
+        )
+    logger.warning("%s: captions: %s; these train on an empty caption.%s\n%s", name, counts, hint, listing)
+    return rows
+
+
+def _refuse_metadata_flag(dataset_metadata, what):
+    if dataset_metadata is not None:
+        raise RefusedError(f"--dataset_metadata {dataset_metadata} cannot be used with {what}.")
+
+
+def _is_unicode(text):
+    """Tells whether a text can be written as UTF-8, which halves of surrogate pairs cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _nearest(name, choices):
+    """Returns the choice that is spelt most like `name`, whatever the case, or None."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return by_lower[close[0]] if close else None
+
+
+# Files
+
+
+def _suffix(name):
+    return os.path.splitext(name)[1].lower()
+
+
+def _list_files(folder):
+    """Returns the visible files under `folder`: sorted relative paths with forward slashes."""
+
+    def refuse(error):
+        raise RefusedError(f"{error.filename} cannot be read: {error.strerror}.") from error
+
+    names, seen = [], set()
+    for place, subfolders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        # A link to a folder above it would be walked for ever.
+        if os.path.realpath(place) in seen:
+            subfolders.clear()
+            continue
+        seen.add(os.path.realpath(place))
+        # Sorted, because the first of two links to one folder is the one that is walked. Names with a leading dot
+        # are made by systems, not by people: .cache, ._a.jpg, .ipynb_checkpoints.
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        names += [os.path.join(place, name) for name in files if not name.startswith(".")]
+    names = sorted(_name_in(folder, name) for name in names)
+    undecodable = [ascii(name) for name in names if not _is_unicode(name)]
+    if undecodable:
+        raise RefusedError(
+            f"{folder} has {len(undecodable)} file names that are not UTF-8:\n{first_five(undecodable)}"
+        )
+    return names
+
+
+def _name_in(folder, path):
+    return os.path.relpath(path, folder).replace(os.sep, "/")
+
+
+def _find_metadata(folder, files, dataset_metadata):
+    """Returns the path of the metadata file, or None if there is none."""
+    if dataset_metadata is not None:
+        tried = [os.path.abspath(dataset_metadata), os.path.join(folder, dataset_metadata)]
+        existing = [path for path in tried if os.path.isfile(path)]
+        if not existing:
+            raise RefusedError(f"--dataset_metadata {dataset_metadata} is not a file (tried {' and '.join(tried)}).")
+        if _suffix(existing[0]) not in METADATA_SUFFIXES:
+            raise RefusedError(f"--dataset_metadata {dataset_metadata} must end in {', '.join(METADATA_SUFFIXES)}.")
+        return existing[0]
+
+    named = [name for name in files if os.path.splitext(os.path.basename(name))[0].lower() == "metadata"]
+    # Left unread, metadata.json1 would leave a folder of pictures without captions.
+    for name in named:
+        near = _nearest(_suffix(name), METADATA_SUFFIXES)
+        if near is not None and near != _suffix(name):
+            raise RefusedError(f"{name} is not read, did you mean metadata{near}?")
+    named = [name for name in named if _suffix(name) in METADATA_SUFFIXES]
+    # Hugging Face's own layout puts the file of a split into its sub-folder.
+    found = [name for name in named if "/" not in name] or named
+    if len(found) > 1:
+        raise RefusedError(
+            f"{folder} has several metadata files ({', '.join(found)}): pick one by --dataset_metadata."
+        )
+    return os.path.join(folder, found[0]) if found else None
+
+
+def _is_hub_layout(files):
+    suffixes = {_suffix(name) for name in files}
+    return not suffixes.isdisjoint((".parquet", ".arrow")) and suffixes.isdisjoint(IMAGE_SUFFIXES)
+
+
+# Sidecar folders
+
+
+def _sidecar_items(folder, files):
+    def stem(name):
+        # In one normal form: a picture and its text can come from systems that write accents differently.
+        return unicodedata.normalize("NFC", os.path.splitext(name)[0])
+
+    texts = {stem(name): name for name in files if _suffix(name) == ".txt"}
+    pictures = {}
+    for name in files:
+        if _suffix(name) in IMAGE_SUFFIXES:
+            pictures.setdefault(stem(name), []).append(name)
+    shared = [f"{texts[key]}: {', '.join(names)}" for key, names in pictures.items() if key in texts and names[1:]]
+    if shared:
+        raise RefusedError(f"{folder} has {len(shared)} captions of more than one picture each:\n{first_five(shared)}")
+
+    captions, unreadable = {}, []
+    for key in pictures.keys() & texts.keys():
+        try:
+            captions[key] = _read_text(os.path.join(folder, texts[key]), texts[key])
+        except RefusedError as error:
+            unreadable.append(str(error))
+    if unreadable:
+        raise RefusedError(f"{folder} has {len(unreadable)} unreadable captions:\n{first_five(sorted(unreadable))}")
+    orphans = [name for key, name in texts.items() if key not in pictures]
+    if orphans:
+        logger.warning("%s has %d texts without a picture:\n%s", folder, len(orphans), first_five(orphans))
+    items = [
+        _Item(name, captions.get(key), Path(folder, name), name) for key, names in pictures.items() for name in names
+    ]
+    return sorted(items, key=lambda item: item.id)
+
+
+# Metadata files
+
+
+def _metadata_items(folder, files, metadata, given_columns, allow_missing_captions):
+    base = os.path.dirname(metadata)
+    name = _name_in(folder, metadata) if _is_inside(metadata, folder) else metadata
+    columns, records = _read_table(metadata, name)
+    media_column, caption_column = _pick_columns(columns, given_columns, FILE_COLUMNS, name, allow_missing_captions)
+
+    items, problems, respelt = [], [], []
+    for origin, record in records:
+        value = record.get(media_column)
+        if not isinstance(value, str):
+            problems.append(f"{origin}: {media_column} is {reprlib.repr(value)}, not a path")
+            continue
+        path, problem = _find_file(value, base, folder)
+        if problem is not None:
+            problems.append(f"{origin}: {value!r} {problem}")
+            continue
+        if path != os.path.normpath(os.path.join(base, value)):
+            respelt.append(f"{origin}: {value!r} is {path}")
+        items.append(_Item(_name_in(folder, path), record.get(caption_column), Path(path), origin))
+    if problems:
+        raise RefusedError(f"{name} has {len(problems)} rows without a usable file:\n{first_five(problems)}")
+
+    origins, doubled = {}, []
+    for item in items:
+        first = origins.setdefault(item.id, item.origin)
+        if first != item.origin:
+            doubled.append(f"{first} and {item.origin}: {item.id}")
+    if doubled:
+        raise RefusedError(f"{name} has {len(doubled)} rows that repeat a file:\n{first_five(doubled)}")
+
+    if respelt:
+        logger.info("%s: %d files found under another spelling:\n%s", name, len(respelt), first_five(respelt))
+    rowless = [picture for picture in files if _suffix(picture) in IMAGE_SUFFIXES and picture not in origins]
+    if rowless:
+        logger.warning("%d pictures have no row in %s:\n%s", len(rowless), name, first_five(rowless))
+    return items
+
+
+def _is_inside(path, folder):
+    return os.path.commonpath([path, folder]) == folder
+
+
+def _find_file(value, base, folder):
+    """Looks for the file that a row names: as it is written first, then as other systems would write it.
+
+    Args:
+        value: The name in the row.
+        base: The metadata file's folder, which names are relative to.
+        folder: The dataset's folder, tried second.
+
+    Returns:
+        The absolute path and None, or None and what is wrong.
+    """
+    slashed = value.replace("\\", "/")
+    spellings = [value, slashed, unicodedata.normalize("NFC", slashed), unicodedata.normalize("NFD", slashed)]
+    candidates = [(spelling, place) for spelling in spellings for place in (base, folder)]
+    for spelling, place in list(candidates):
+        # images/a.jpg in images/metadata.csv: the folder's own name stands in front once more.
+        parts, ends = spelling.split("/"), place.split(os.sep)
+        for n in range(1, len(parts)):
+            if parts[:n] == ends[-n:]:
+                candidates.append(("/".join(parts[n:]), place))
+    problem = "names no file"
+    for spelling, place in candidates:
+        path = os.path.normpath(os.path.join(place, spelling))
+        if not os.path.isabs(spelling) and not _is_inside(path, base) and not _is_inside(path, folder):
+            problem = "leads out of the dataset"
+        elif os.path.isfile(path):
+            return path, None
+    return None, problem
+
+
+def _read_table(path, name):
+    """Returns the column names of a metadata file and its rows, each as (origin, record by column name)."""
+    suffix = _suffix(path)
+    if suffix == ".parquet":
+        return _read_parquet(path, name)
+    text = _read_text(path, name)
+    if suffix in (".csv", ".tsv"):
+        return _read_delimited(text, name, "," if suffix == ".csv" else "\t")
+    records = _read_jsonl(text, name) if suffix == ".jsonl" else _read_json(text, name)
+    problems = [f"{origin}: {reprlib.repr(record)}" for origin, record in records if not isinstance(record, dict)]
+    if problems:
+        raise RefusedError(f"{name} has {len(problems)} rows that are not objects:\n{first_five(problems)}")
+    return list(dict.fromkeys(column for _, record in records for column in record)), records
+
+
+def _read_text(path, name):
+    """Returns the text of a file in UTF-8, or in UTF-16 if it begins with a byte order mark.
+
+    Raises:
+        RefusedError: If it is encoded otherwise; names the file and the byte.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise RefusedError(f"{name} cannot be read: {error.strerror}.") from error
+    encoding = "utf-8"
+    if data.startswith(codecs.BOM_UTF16_LE):
+        encoding = "utf-16-le"
+    elif data.startswith(codecs.BOM_UTF16_BE):
+        encoding = "utf-16-be"
+    # The mark is decoded too and dropped afterwards, so that offsets count from the start of the file.
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise RefusedError(
+            f"{name} is not {encoding.upper()} at byte {error.start} (0x{data[error.start]:02x}): save it as UTF-8."
+        ) from error
+    # UTF-16 without its mark, and UTF-32, decode without an error: every other character is a NUL.
+    if "\0" in text:
+        offset = len(text[: text.index("\0")].encode(encoding))
+        raise RefusedError(f"{name} has a NUL character at byte {offset}: save it as UTF-8.")
+    return text.lstrip("\ufeff")
+
+
+def _read_parquet(path, name):
+    # pyarrow takes a while to import, and only this kind of file needs it.
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RefusedError(f"{name} cannot be read as parquet: {_first_line(error)}") from error
+    return table.column_names, [(f"{name} row {n}", record) for n, record in enumerate(table.to_pylist(), 1)]
+
+
+def _first_line(error):
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _read_delimited(text, name, delimiter):
+    # newline="" keeps the line ends inside a caption; strict refuses stray quotes, which would change one.
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    header, records, problems, line = None, [], [], 1
+    try:
+        for fields in reader:
+            start, line = line, reader.line_num + 1
+            if not any(fields):
+                # An empty line, or the bare delimiters that spreadsheets leave below the table.
+                continue
+            if header is None:
+                header = fields
+            elif len(fields) != len(header):
+                problems.append(f"line {start}: {len(fields)} fields")
+            else:
+                records.append((f"{name} line {start}", dict(zip(header, fields, strict=True))))
+    except csv.Error as error:
+        raise RefusedError(f"{name} line {line} cannot be read: {error}.") from error
+    if header is None:
+        raise RefusedError(f"{name} is empty.")
+    if problems:
+        raise RefusedError(
+            f"{name} has {len(problems)} rows that do not have the header's {len(header)} fields (a caption that "
+            f"holds {delimiter!r} needs quotes):\n{first_five(problems)}"
+        )
+    twice = sorted({column for column in header if header.count(column) > 1})
+    if twice:
+        raise RefusedError(f"{name} has several columns of one name: {', '.join(map(repr, twice))}.")
+    return header, records
+
+
+def _parse_json(text):
+    """Returns the value and None, or None and what is wrong."""
+    try:
+        return json.loads(text), None
+    except (ValueError, RecursionError) as error:
+        return None, str(error)
+
+
+def _read_jsonl(text, name):
+    records, problems = [], []
+    # Not splitlines, which also splits at U+2028 and others that may stand inside a caption.
+    for number, line in enumerate(text.split("\n"), 1):
+        # A mark at the start of a later line is left by joining files.
+        line = line.strip().lstrip("\ufeff")
+        if line:
+            record, problem = _parse_json(line)
+            records.append((f"{name} line {number}", record))
+            if problem is not None:
+                problems.append(f"line {number}: {problem}")
+    if problems:
+        raise RefusedError(f"{name} has {len(problems)} lines that are not JSON:\n{first_five(problems)}")
+    return records
+
+
+def _read_json(text, name):
+    value, problem = _parse_json(text)
+    if problem is not None:
+        raise RefusedError(f"{name} is not JSON: {problem}.")
+    if not isinstance(value, list):
+        raise RefusedError(f"{name} must hold a list of objects, not {reprlib.repr(value)}.")
+    return [(f"{name} item {number}", record) for number, record in enumerate(value, 1)]
+
+
+# Columns
+
+
+def _pick_columns(columns, given, known, name, allow_missing_captions):
+    """Returns the media column and the caption column, the latter None where there is none and there need not be.
+
+    Args:
+        columns: The names that the dataset has.
+        given: The value of the flag or None, for "media" and "caption".
+        known: The names that need no flag, for "media" and "caption".
+        name: The file or dataset, for messages.
+        allow_missing_captions: Whether there may be no caption column.
+    """
+    media = _pick_column("media", columns, columns, given, known, name)
+    others = [column for column in columns if column != media]
+    absent = given["caption"] is None and not any(_nearest(column, known["caption"]) for column in others)
+    if absent and allow_missing_captions:
+        caption = None
+    else:
+        caption = _pick_column("caption", others, columns, given, known, name)
+    unused = [column for column in others if column != caption]
+    if unused:
+        logger.info("%s: columns not used: %s", name, ", ".join(map(repr, unused)))
+    return media, caption
+
+
+def _pick_column(what, candidates, columns, given, known, name):
+    flag, given, known = f"--{what}_column", given[what], known[what]
+    found = f"Columns found: {', '.join(map(repr, columns)) or 'none'}."
+    if given in candidates:
+        return given
+    if given is not None:
+        near = _nearest(given, candidates)
+        hint = f", did you mean {near!r}?" if near else "."
+        raise RefusedError(f"{flag} {given} is not a {what} column of {name}{hint} {found}")
+    present = [column for column in candidates if column in known]
+    if len(present) > 1:
+        raise RefusedError(f"{name} has several {what} columns ({', '.join(present)}): pick one by {flag}. {found}")
+    if present:
+        return present[0]
+    misspelt = [f"{column!r} for {_nearest(column, known)!r}" for column in candidates if _nearest(column, known)]
+    hint = f" Is it {' or '.join(misspelt)}?" if misspelt else ""
+    raise RefusedError(f"{name} has no {what} column ({', '.join(known)}): name it by {flag}.{hint} {found}")
+
+
+# Hugging Face datasets
+
+
+def _hub_items(name, folder, saved, given_columns, allow_missing_captions):
+    """Reads a Hugging Face dataset.
+
+    Args:
+        name: The dataset as the user wrote it, a folder or a hub id.
+        folder: Its absolute path, or None if it is on the hub.
+        saved: Whether the folder was written by `save_to_disk`.
+        given_columns, allow_missing_captions: See `_pick_columns`.
+    """
+    # Imported here: it takes seconds, and datasets of files never need it.
+    import datasets
+
+    try:
+        data = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder or name))
+    except Exception as error:  # the library, the hub and pyarrow each have their own, without a common base
+        absent = "" if folder else "is not a folder here and "
+        raise RefusedError(
+            f"{name} {absent}cannot be loaded as a Hugging Face dataset: {_first_line(error)}"
+        ) from error
+
+    split = "train"
+    if isinstance(data, dict):
+        splits = list(data)
+        if split not in splits and len(splits) != 1:
+            raise RefusedError(f"{name} has no split 'train'. Splits found: {', '.join(splits) or 'none'}.")
+        split = split if split in splits else splits[0]
+        data = data[split]
+        if len(splits) > 1:
+            logger.info("%s: split %r is used, of %s", name, split, ", ".join(splits))
+    media_column, caption_column = _pick_columns(
+        data.column_names, given_columns, HUB_COLUMNS, name, allow_missing_captions
+    )
+    kind = data.features[media_column]
+    data = data.select_columns([column for column in (media_column, caption_column) if column is not None])
+    try:
+        # Not decoded by the library: every picture of every kind of dataset goes through our one decoder.
+        data = data.cast_column(media_column, datasets.Image(decode=False))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise RefusedError(f"{name}: column {media_column!r} holds {kind}, not pictures.") from error
+
+    items, problems = [], []
+    for index, record in enumerate(data):
+        picture = record[media_column] or {}
+        media, path = picture.get("bytes"), picture.get("path")
+        origin = f"{split} row {index} ({os.path.basename(path)})" if path else f"{split} row {index}"
+        if media is None and path:
+            media = Path(folder or "", path)
+            if not os.path.isfile(media):
+                problems.append(f"{origin}: {path!r} names no file")
+        elif media is None:
+            problems.append(f"{origin}: no picture")
+        items.append(_Item(f"{split}/{index}", record.get(caption_column), media, origin))
+    if problems:
+        raise RefusedError(f"{name} has {len(problems)} rows without a usable file:\n{first_five(problems)}")
+    return items
