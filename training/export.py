@@ -59,15 +59,17 @@ def export(args, pipeline, module, dataset, *, prefix, export_name):
     write_model_card(args, base_model=base_model, num_items=len(dataset), usage=usage)
 
 
-LORA_USAGE = """from diffusers import {pipeline}
+LORA_USAGE = """import torch
+from diffusers import {pipeline}
 
-pipe = {pipeline}.from_pretrained("{base_model}", dtype="auto")
+pipe = {pipeline}.from_pretrained("{base_model}", dtype=torch.bfloat16)
 pipe.load_lora_weights("FOLDER_OF_THIS_FILE")"""
 
-FULL_USAGE = """from diffusers import {model}, {pipeline}
+FULL_USAGE = """import torch
+from diffusers import {model}, {pipeline}
 
-transformer = {model}.from_pretrained("FOLDER_OF_THIS_FILE/transformer", dtype="auto")
-pipe = {pipeline}.from_pretrained("{base_model}", transformer=transformer, dtype="auto")"""
+transformer = {model}.from_pretrained("FOLDER_OF_THIS_FILE/transformer", dtype=torch.bfloat16)
+pipe = {pipeline}.from_pretrained("{base_model}", transformer=transformer, dtype=torch.bfloat16)"""
 
 
 @torch.no_grad()

@@ -52,7 +52,12 @@ def train(
 
     sampler = MicroBatchSampler(batches, process_index=accelerator.process_index, steps=steps)
     dataloader = torch.utils.data.DataLoader(
-        dataset, batch_sampler=sampler, collate_fn=collate, pin_memory=accelerator.device.type == "cuda"
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        pin_memory=accelerator.device.type == "cuda",
+        # Starting to iterate draws a number: from here, not from what dropout draws from, or a resume would differ.
+        generator=torch.Generator(),
     )
     metrics = Metrics(accelerator, pathlib.Path(args.output_dir) / "metrics.jsonl", steps)
     liveness = GradientLiveness(parameters)

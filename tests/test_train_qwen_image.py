@@ -1,0 +1,306 @@
+"""The command line from end to end, on a tiny model and real photographs."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, QwenImageTransformer2DModel
+from safetensors.torch import load_file
+
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+SMALL = ["--height", "64", "--width", "80", "--mixed_precision", "no", "--logging_steps", "3"]
+LORA = [*SMALL, "--lora_rank", "4", "--lora_alpha", "6", "--lora_dropout", "0.3", "--caption_dropout", "0.2"]
+LORA += ["--train_batch_size", "2", "--gradient_accumulation_steps", "2", "--max_train_steps", "4"]
+LORA += ["--lr_scheduler", "cosine", "--learning_rate", "1e-3"]
+
+
+@pytest.fixture(scope="module")
+def train(script, tiny_qwen_image, photos, tmp_path_factory):
+    """Run the training script; return its output folder, or with `check=False` the finished process."""
+
+    def run(*flags, output_dir=None, check=True, model=tiny_qwen_image, dataset=photos):
+        output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"
+        required = ["--pretrained_model_name_or_path", model, "--dataset_path", dataset, "--output_dir", output_dir]
+        done = script("train_qwen_image.py", *required, *flags, check=check)
+        return output_dir if check else done
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def lora_run(train):
+    return train(*LORA, "--checkpointing_steps", "2")
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_measurements(lines):
+    measured = ("seconds", "device_peak_bytes", "offloaded_bytes", "host_rss_bytes")
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+
+
+# ---------------------------------------------------------------- what a run leaves
+
+
+def test_files_of_a_lora_run(lora_run, photos):
+    assert {path.name for path in lora_run.iterdir()} == {
+        "README.md",
+        "checkpoint-2",
+        "checkpoint-4",
+        "dataset.jsonl",
+        "metrics.jsonl",
+        LORA_FILE,
+        "run.json",
+    }
+    run = json.loads((lora_run / "run.json").read_text())
+    assert run["arguments"]["lora_rank"] == 4 and run["arguments"]["learning_rate"] == 1e-3
+    assert run["arguments"]["weight_decay"] == 0.01, "resolved, not only what was given"
+    assert run["versions"]["torch"] == torch.__version__
+    assert run["plan"] == {"transformer_blocks": ["keep", "keep"]}
+    assert {entry["dtype"] for entry in run["trainable"]} == {"float32"}
+    assert len(run["trainable"]) == 2 * (24 - 4)
+    assert not [e for e in run["trainable"] if "blocks.1.txt_mlp" in e["name"] or "blocks.1.attn.to_add" in e["name"]]
+    dataset = [json.loads(line) for line in (lora_run / "dataset.jsonl").read_text().splitlines()]
+    assert [record["id"] for record in dataset] == sorted(path.name for path in photos.glob("*.png"))
+    assert dataset[1]["caption"] == "a tabby cat"
+    assert dataset[0]["source"] == {"size": [96, 80], "frames": 1, "fps": None}
+    assert dataset[0]["used"] == {"size": [80, 64], "frames": 1}
+    assert dataset[0]["decision"] == "used" and dataset[0]["reason"] is None
+    assert "base_model" in (lora_run / "README.md").read_text()
+
+
+def test_metrics_of_a_lora_run(lora_run):
+    lines = metrics(lora_run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["epoch"] for line in lines] == [0, 0, 1, 2], "the samples 0, 4, 8, 12 of five"
+    assert all(len(line["sigmas"]) == len(line["samples"]) == 4 for line in lines)
+    assert lines[0]["lr"] == 1e-3 and lines[3]["lr"] < lines[2]["lr"] < 1e-3
+    assert all(line["loss"] > 0 and line["grad_norm"] > 0 and line["seconds"] > 0 for line in lines)
+    assert {"device_peak_bytes", "offloaded_bytes", "host_rss_bytes"} <= set(lines[0])
+    assert len({sigma for line in lines for sigma in line["sigmas"]}) == 16
+
+
+def test_stock_pipeline_loads_the_lora(lora_run, tiny_qwen_image):
+    pipeline = DiffusionPipeline.from_pretrained(tiny_qwen_image)
+    settings = {"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "latent"}
+    base = pipeline("a cat", generator=torch.Generator().manual_seed(0), **settings).images
+    pipeline.load_lora_weights(lora_run)
+    assert pipeline.get_active_adapters()
+    assert not torch.equal(pipeline("a cat", generator=torch.Generator().manual_seed(0), **settings).images, base)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--use_gradient_checkpointing"], ["--use_gradient_checkpointing_offload"]],
+    ids=["again", "recompute", "park"],
+)
+def test_same_bytes_again_and_in_every_memory_mode(flags, lora_run, train):
+    other = train(*LORA, *flags)
+    assert (other / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
+    assert without_measurements(metrics(other)) == without_measurements(metrics(lora_run))
+
+
+def test_resume_gives_the_same_bytes(lora_run, train, tmp_path):
+    output_dir = tmp_path / "out"
+    output_dir.mkdir()
+    shutil.copytree(lora_run / "checkpoint-2", output_dir / "checkpoint-2")
+    shutil.copy(lora_run / "metrics.jsonl", output_dir)
+    train(*LORA, "--resume_from_checkpoint", "latest", output_dir=output_dir)
+    assert (output_dir / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
+    assert without_measurements(metrics(output_dir)) == without_measurements(metrics(lora_run))
+
+
+def test_a_new_run_does_not_mix_with_old_checkpoints(lora_run, train):
+    before = {path: path.stat().st_mtime_ns for path in lora_run.rglob("*")}
+    done = train(*LORA, output_dir=lora_run, check=False)
+    assert done.returncode == 2 and "--resume_from_checkpoint latest" in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in lora_run.rglob("*")} == before
+
+
+def test_checkpoints_hold_what_is_trained_only(lora_run):
+    tensors = load_file(lora_run / "checkpoint-2" / "trainable.safetensors")
+    assert all("lora_" in name and tensor.dtype == torch.float32 for name, tensor in tensors.items())
+    assert not list((lora_run / "checkpoint-2").glob("model*"))
+
+
+@pytest.fixture(scope="module")
+def full_run(train):
+    return train(*SMALL, "--training_mode", "full", "--max_train_steps", "2", "--learning_rate", "1e-3")
+
+
+def test_full_run_opens_in_diffusers_and_differs_everywhere(full_run, tiny_qwen_image):
+    trained = QwenImageTransformer2DModel.from_pretrained(full_run / "transformer").state_dict()
+    base = QwenImageTransformer2DModel.from_pretrained(tiny_qwen_image / "transformer").state_dict()
+    entries = {entry["name"] for entry in json.loads((full_run / "run.json").read_text())["trainable"]}
+    assert trained.keys() == base.keys()
+    for name, tensor in base.items():
+        assert torch.equal(trained[name], tensor) == (f"transformer.{name}" not in entries), name
+    assert len(base) - len(entries) == 6 + 3  # the last text branch: its output, its MLP, its query and norm
+
+
+def test_full_result_can_be_trained_on(full_run, train):
+    again = train(
+        *SMALL, "--training_mode", "full", "--max_train_steps", "1", "--transformer_path", full_run / "transformer"
+    )
+    before = QwenImageTransformer2DModel.from_pretrained(full_run / "transformer").state_dict()
+    after = QwenImageTransformer2DModel.from_pretrained(again / "transformer").state_dict()
+    distance = max((after[name] - before[name]).abs().max() for name in before)
+    assert 0 < distance < 1e-4, "one step of 1e-5 from where the first run ended"
+
+
+def test_bf16_full_training_keeps_fp32_masters(train, tiny_qwen_image):
+    """At this rate every single update is below the resolution of bf16 weights."""
+    flags = ["--height", "64", "--width", "64", "--training_mode", "full", "--checkpointing_steps", "2"]
+    folder = train(*flags, "--max_train_steps", "2", "--learning_rate", "1e-6")
+    masters = load_file(folder / "checkpoint-2" / "trainable.safetensors")
+    base = QwenImageTransformer2DModel.from_pretrained(tiny_qwen_image / "transformer", dtype=torch.bfloat16)
+    for name, parameter in base.named_parameters():
+        if (master := masters.get(f"transformer.{name}")) is not None:
+            assert master.dtype == torch.float32 and not torch.equal(master, parameter.float())
+    saved = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+
+
+# ---------------------------------------------------------------- what is refused, and what fails
+
+
+@pytest.fixture(scope="module")
+def model_without_weights(tiny_qwen_image, tmp_path_factory):
+    """Configs only: whatever is refused with it was refused before a model was loaded."""
+    folder = tmp_path_factory.mktemp("models") / "configs-only"
+    shutil.copytree(tiny_qwen_image, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--lora_target_modules", "to_q,to_add_out.0,nonsense"], ["'to_add_out.0'", "'nonsense'"]),
+        (["--optimizer", "torch.optim.Adamm"], ["torch.optim.Adamm"]),
+        (["--resume_from_checkpoint", "latest"], ["--resume_from_checkpoint latest"]),
+        (["--transformer_path", "nowhere"], ["--transformer_path nowhere"]),
+        (["--dataset_path", "nowhere/at/all"], ["nowhere/at/all"]),
+        (["--output_dir", "/proc/nowhere"], ["--output_dir /proc/nowhere"]),
+    ],
+)
+def test_refused_before_models_load(flags, said, train, model_without_weights):
+    done = train(*LORA, *flags, model=model_without_weights, check=False)
+    assert done.returncode == 2, done.stderr
+    message = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(message) == 1 and all(text in message[0] for text in said), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_unreadable_pictures_are_all_named_before_models_load(train, model_without_weights, photos, tmp_path):
+    dataset = tmp_path / "data"
+    shutil.copytree(photos, dataset)
+    (dataset / "empty.png").write_bytes(b"")
+    (dataset / "cut.png").write_bytes((dataset / "coffee.png").read_bytes()[:2000])
+    for name in ("empty", "cut"):
+        (dataset / f"{name}.txt").write_text("x")
+    done = train(*LORA, dataset=dataset, model=model_without_weights, check=False)
+    assert done.returncode == 2 and "empty.png" in done.stderr and "cut.png" in done.stderr
+
+
+def test_conflict_with_the_accelerate_config(script, tiny_qwen_image, photos, tmp_path):
+    required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos, "--output_dir", tmp_path]
+    for variable, value, said in [
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed_precision is bf16"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8", "gradient_accumulation_steps is 8"),
+    ]:
+        done = script("train_qwen_image.py", *required, *LORA, check=False, env={variable: value})
+        assert done.returncode == 2 and said in done.stderr
+
+
+def test_lora_without_effect_ends_with_1(train):
+    done = train(*SMALL, "--lora_rank", "4", "--max_train_steps", "1", "--learning_rate", "1e-30", check=False)
+    assert done.returncode == 1 and "changes nothing" in done.stderr
+
+
+def test_infinite_loss_ends_with_1_and_names_the_samples(train, photos):
+    flags = [*SMALL, "--training_mode", "full", "--learning_rate", "1e30", "--max_train_steps", "9"]
+    done = train(*flags, "--checkpointing_steps", "9", check=False)
+    assert done.returncode == 1
+    assert "is nan" in done.stderr or "is inf" in done.stderr
+    assert any(path.name in done.stderr for path in photos.glob("*.png"))
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def train_on_two_processes(tiny_qwen_image, photos, tmp_path_factory):
+    def run(*flags):
+        output_dir = tmp_path_factory.mktemp("ddp") / "out"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+        command += ["--master_port", str(free_port()), "train_qwen_image.py", *flags]
+        command += ["--pretrained_model_name_or_path", str(tiny_qwen_image), "--dataset_path", str(photos)]
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [*command, "--output_dir", str(output_dir)], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return output_dir
+
+    return run
+
+
+# Plain gradient descent at rate 1e4, no clipping: the weights move by the gradient times 1e4, and rounding is small.
+GRADIENT = [*SMALL, "--optimizer", "torch.optim.SGD", "--learning_rate", "1e4", "--max_grad_norm", "0", "--seed", "3"]
+
+
+def trained_weights(folder):
+    return load_file(folder / "checkpoint-1" / "trainable.safetensors")
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_two_processes_equal_one_with_twice_the_batch(mode, train, train_on_two_processes, tiny_qwen_image):
+    flags = [*GRADIENT, "--training_mode", mode, "--max_train_steps", "1", "--checkpointing_steps", "1"]
+    flags += ["--gradient_accumulation_steps", "2"]
+    flags += ["--lora_rank", "4", "--lora_dtype", "fp32"] if mode == "lora" else []
+    one = train(*flags, "--train_batch_size", "4")
+    two = train_on_two_processes(*flags, "--train_batch_size", "2")
+    for ours, expected in zip(metrics(two), metrics(one), strict=True):
+        assert ours["samples"] == expected["samples"] and ours["sigmas"] == expected["sigmas"]
+        assert ours["lr"] == expected["lr"]
+        assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    ours, expected = trained_weights(two), trained_weights(one)
+    assert ours.keys() == expected.keys()
+    base = QwenImageTransformer2DModel.from_pretrained(tiny_qwen_image / "transformer").state_dict()
+    moved = {}
+    for name, tensor in expected.items():
+        # lora_B starts at zero and lora_A does not move in the first step, since its gradient is zero.
+        start = base[name.removeprefix("transformer.")] if mode == "full" else torch.zeros(())
+        if "lora_A" in name:
+            assert torch.equal(ours[name], tensor), "adapters start equal on every process"
+            continue
+        moved[name] = tensor - start, ours[name] - start
+    gradient, other = (torch.cat([pair[i].flatten() for pair in moved.values()]) for i in (0, 1))
+    assert gradient.norm() > 0 and (other - gradient).norm() < 1e-5 * gradient.norm()
+    result = LORA_FILE if mode == "lora" else "transformer/diffusion_pytorch_model.safetensors"
+    assert load_file(two / result).keys() == load_file(one / result).keys()
+
+
+def test_two_processes_train_on_for_several_steps(train_on_two_processes, train):
+    """Past the second step, where DDP notices parameters without gradient; the schedule counts optimizer steps."""
+    flags = [*SMALL, "--training_mode", "full", "--max_train_steps", "4", "--lr_scheduler", "linear"]
+    one, two = train(*flags, "--train_batch_size", "2"), train_on_two_processes(*flags)
+    assert [line["lr"] for line in metrics(two)] == [line["lr"] for line in metrics(one)]
+    assert [line["samples"] for line in metrics(two)] == [line["samples"] for line in metrics(one)]
+    for ours, expected in zip(metrics(two), metrics(one), strict=True):
+        assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-3)

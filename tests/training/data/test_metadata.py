@@ -1,0 +1,655 @@
+import codecs
+import csv
+import json
+import logging
+import os
+import tempfile
+import unicodedata
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from training.data.metadata import read_rows
+from training.errors import RefusedError
+
+
+def write(path, text="", encoding="utf-8"):
+    """Writes bytes as they are: newline translation would hide what the reader does with line ends."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode(encoding))
+    return path
+
+
+def folder_of(root, captions):
+    """Writes empty picture files with sidecar texts; the reader never decodes a picture."""
+    for name, caption in captions.items():
+        write(root / name)
+        if caption is not None:
+            write((root / name).with_suffix(".txt"), caption)
+    return root
+
+
+def refused(path, **kwargs):
+    """Returns the message with which a dataset is refused."""
+    with pytest.raises(RefusedError) as info:
+        read_rows(path, **kwargs)
+    return str(info.value)
+
+
+def pairs(rows):
+    return [(row.id, row.caption) for row in rows]
+
+
+def write_table(path, columns, rows):
+    """Writes the same table in the format of the file's suffix, each by that format's own library."""
+    records = [dict(zip(columns, row, strict=True)) for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(records), encoding="utf-8")
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    else:
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows([columns, *rows])
+    return path
+
+
+# Sidecar folders
+
+
+def test_sidecars_are_read_recursively_and_ordered_by_id(tmp_path):
+    folder_of(tmp_path, {"b.jpg": "two", "a.PNG": "one", "sub/deep/c.webp": "three", "Z.bmp": "zero"})
+    write(tmp_path / ".cache" / "x.jpg")
+    write(tmp_path / "._a.PNG")
+    rows = read_rows(tmp_path)
+    assert pairs(rows) == [("Z.bmp", "zero"), ("a.PNG", "one"), ("b.jpg", "two"), ("sub/deep/c.webp", "three")]
+    assert [row.media for row in rows] == [tmp_path / row.id for row in rows]
+    assert [row.origin for row in rows] == [row.id for row in rows]
+    assert read_rows(str(tmp_path)) == rows
+
+
+def test_equal_stems_are_refused_in_one_folder_only(tmp_path):
+    folder_of(tmp_path, {"a.jpg": "one", "a.png": "one", "sub/a.jpg": "two"})
+    message = refused(tmp_path)
+    assert "a.jpg, a.png" in message and "a.txt" in message and "sub" not in message.split("\n")[1]
+    (tmp_path / "a.png").unlink()
+    assert pairs(read_rows(tmp_path)) == [("a.jpg", "one"), ("sub/a.jpg", "two")]
+
+
+def test_linked_folders_are_followed_once(tmp_path):
+    store = folder_of(tmp_path / "store", {"a.jpg": "one"})
+    dataset = tmp_path / "dataset"
+    dataset.mkdir()
+    (dataset / "link").symlink_to(store)
+    (store / "up").symlink_to(dataset)
+    assert pairs(read_rows(dataset)) == [("link/a.jpg", "one")]
+
+
+def test_picture_and_text_in_different_normal_forms_belong_together(tmp_path):
+    write(tmp_path / unicodedata.normalize("NFC", "é.jpg"))
+    write(tmp_path / unicodedata.normalize("NFD", "é.txt"), "one")
+    assert [row.caption for row in read_rows(tmp_path)] == ["one"]
+
+
+def test_column_flags_are_refused_without_metadata(tmp_path):
+    folder_of(tmp_path, {"a.jpg": "one"})
+    assert "--media_column x has no effect" in refused(tmp_path, media_column="x")
+    assert "--caption_column x has no effect" in refused(tmp_path, caption_column="x")
+
+
+def test_texts_without_a_picture_are_said(tmp_path, caplog):
+    folder_of(tmp_path, {"a.jpg": "one"})
+    write(tmp_path / "b.txt", "two")
+    read_rows(tmp_path)
+    assert "1 texts without a picture:\n  b.txt" in caplog.text
+
+
+# Captions
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("a cat\n", "a cat"), ("a cat\r\n\r\n", "a cat"), (" a\tcat \n", " a\tcat "), ("one\r\ntwo\n", "one\r\ntwo")],
+)
+def test_only_trailing_line_ends_are_dropped(tmp_path, written, read):
+    folder_of(tmp_path, {"a.jpg": written})
+    assert read_rows(tmp_path)[0].caption == read
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt"])
+def test_captions_are_never_taken_for_values(tmp_path, suffix):
+    captions = ["NA", "null", "None", "NaN", "1e5", "007", "true", "-", "1,5", '"', "'a'", 'say "hi"', " x\ty ", "#"]
+    names = [f"{n:02}.jpg" for n in range(len(captions))]
+    for name, caption in zip(names, captions, strict=True):
+        folder_of(tmp_path, {name: caption if suffix == ".txt" else None})
+    if suffix != ".txt":
+        write_table(tmp_path / f"metadata{suffix}", ["file_name", "text"], list(zip(names, captions, strict=True)))
+    assert pairs(read_rows(tmp_path)) == list(zip(names, captions, strict=True))
+
+
+ENCODED = {
+    "utf-8": "a café".encode(),
+    "utf-8 with mark": "a café".encode("utf-8-sig"),
+    "utf-16-le": codecs.BOM_UTF16_LE + "a café".encode("utf-16-le"),
+    "utf-16-be": codecs.BOM_UTF16_BE + "a café".encode("utf-16-be"),
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_encodings_give_one_caption_from_sidecars(tmp_path, encoding):
+    folder_of(tmp_path, {"a.jpg": ENCODED[encoding]})
+    assert read_rows(tmp_path)[0].caption == "a café"
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.json"])
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_encodings_give_one_caption_from_metadata(tmp_path, name, encoding):
+    write(tmp_path / "a.jpg")
+    path = write_table(tmp_path / name, ["file_name", "text"], [["a.jpg", "a café"]])
+    text = path.read_text(encoding="utf-8")
+    write(path, ENCODED[encoding].replace("a café".encode(encoding.split()[0]), text.encode(encoding.split()[0])))
+    assert pairs(read_rows(tmp_path)) == [("a.jpg", "a café")]
+
+
+def test_other_encodings_are_refused_by_file_and_byte(tmp_path):
+    folder_of(tmp_path, {"a.jpg": "fine", "b.jpg": "it’s".encode("cp1252"), "c.jpg": "a café".encode("latin-1")})
+    message = refused(tmp_path)
+    assert "2 unreadable captions" in message
+    assert "b.txt is not UTF-8 at byte 2 (0x92)" in message and "c.txt is not UTF-8 at byte 5 (0xe9)" in message
+    write(tmp_path / "metadata.csv", "file_name,text\na.jpg,it’s\n", "cp1252")
+    assert "metadata.csv is not UTF-8 at byte 23 (0x92)" in refused(tmp_path)
+    write(tmp_path / "metadata.csv", codecs.BOM_UTF16_LE + "fi".encode("utf-16-le") + b"x")
+    assert "metadata.csv is not UTF-16-LE at byte 6" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32"])
+def test_wide_encodings_without_their_mark_are_refused(tmp_path, encoding):
+    folder_of(tmp_path, {"a.jpg": "cat".encode(encoding)})
+    assert "a.txt has a NUL character at byte" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".txt"])
+def test_no_mark_survives_in_a_caption(tmp_path, suffix):
+    """A script that read marked texts as plain UTF-8 leaves a mark before each caption."""
+    folder_of(tmp_path, {"a.jpg": "\ufeff\ufeffa cat" if suffix == ".txt" else None})
+    if suffix != ".txt":
+        write_table(tmp_path / f"metadata{suffix}", ["file_name", "text"], [["a.jpg", "\ufeffa cat"]])
+    assert read_rows(tmp_path)[0].caption == "a cat"
+
+
+def test_missing_and_empty_captions_are_counted(tmp_path, caplog):
+    captions = {f"{n}.jpg": None for n in range(4)} | {f"{n}.jpg": " \n" for n in range(4, 7)} | {"7.jpg": "a cat"}
+    folder_of(tmp_path, captions)
+    message = refused(tmp_path)
+    assert "1 found, 3 empty, 4 missing" in message and "--allow_missing_captions" in message
+    assert message.split("\n")[1:] == [
+        *("  4.jpg: caption empty", "  5.jpg: caption empty", "  6.jpg: caption empty"),
+        *("  0.jpg: caption missing", "  1.jpg: caption missing", "  and 2 more"),
+    ]
+    rows = read_rows(tmp_path, allow_missing_captions=True)
+    assert [row.caption for row in rows] == [""] * 7 + ["a cat"]
+    assert "1 found, 3 empty, 4 missing" in caplog.text
+
+
+def test_four_pictures_without_any_caption(tmp_path, caplog):
+    folder_of(tmp_path, {f"{n}.jpg": None for n in range(4)})
+    assert "0 found, 0 empty, 4 missing" in refused(tmp_path)
+    assert [row.caption for row in read_rows(tmp_path, allow_missing_captions=True)] == [""] * 4
+    assert "0 found, 0 empty, 4 missing" in caplog.text
+
+
+def test_found_captions_are_reported(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    read_rows(folder_of(tmp_path, {"a.jpg": "one", "b.jpg": "two"}))
+    assert "captions: 2 found, 0 empty, 0 missing" in caplog.text
+
+
+@pytest.mark.parametrize("value", [5, 1.5, True, ["a"], {"a": 1}, "\ud800"])
+def test_captions_that_are_not_text_are_refused_by_row(tmp_path, value):
+    folder_of(tmp_path, {"a.jpg": None, "b.jpg": None})
+    lines = [json.dumps({"file_name": name, "text": text}) for name, text in (("a.jpg", "fine"), ("b.jpg", value))]
+    write(tmp_path / "metadata.jsonl", "\n".join(lines))
+    message = refused(tmp_path, allow_missing_captions=True)
+    assert "1 captions that are not text" in message and "metadata.jsonl line 2" in message
+    message.encode()
+
+
+def test_null_and_absent_captions_are_missing(tmp_path):
+    folder_of(tmp_path, {"a.jpg": None, "b.jpg": None, "c.jpg": None})
+    records = [{"file_name": "a.jpg", "text": None}, {"file_name": "b.jpg"}, {"file_name": "c.jpg", "text": ""}]
+    write(tmp_path / "metadata.json", json.dumps(records))
+    message = refused(tmp_path)
+    assert "0 found, 1 empty, 2 missing" in message and "metadata.json item 2: caption missing" in message
+    assert [row.caption for row in read_rows(tmp_path, allow_missing_captions=True)] == ["", "", ""]
+
+
+# Metadata files
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize(
+    "columns", [("file_name", "text"), ("image", "prompt"), ("video", "prompt"), ("path", "text"), ("bild", "satz")]
+)
+def test_every_format_and_naming_in_file_order(tmp_path, suffix, columns):
+    folder_of(tmp_path, {"b.jpg": None, "sub/a #1 é.png": None})
+    write_table(tmp_path / f"metadata{suffix}", columns, [["b.jpg", "two, or\nmore"], ["sub/a #1 é.png", "one"]])
+    flags = {"media_column": "bild", "caption_column": "satz"} if columns[0] == "bild" else {}
+    rows = read_rows(tmp_path, **flags)
+    assert pairs(rows) == [("b.jpg", "two, or\nmore"), ("sub/a #1 é.png", "one")]
+    assert [row.media for row in rows] == [tmp_path / "b.jpg", tmp_path / "sub" / "a #1 é.png"]
+    places = {".csv": ("line 2", "line 4"), ".tsv": ("line 2", "line 4"), ".jsonl": ("line 1", "line 2")}
+    default = ("item 1", "item 2") if suffix == ".json" else ("row 1", "row 2")
+    assert [row.origin for row in rows] == [f"metadata{suffix} {place}" for place in places.get(suffix, default)]
+
+
+def test_metadata_in_one_sub_folder_is_found_and_relative_to_itself(tmp_path):
+    folder_of(tmp_path, {"train/a.jpg": None})
+    write(tmp_path / "train" / "metadata.csv", "file_name,text\na.jpg,one\n")
+    assert pairs(read_rows(tmp_path)) == [("train/a.jpg", "one")]
+
+
+def test_several_metadata_files_are_refused_unless_one_is_picked(tmp_path):
+    folder_of(tmp_path, {"a.jpg": None})
+    write(tmp_path / "metadata.csv", "file_name,text\na.jpg,one\n")
+    write(tmp_path / "metadata.jsonl", '{"file_name": "a.jpg", "text": "two"}')
+    message = refused(tmp_path)
+    assert "metadata.csv, metadata.jsonl" in message and "--dataset_metadata" in message
+    rows = read_rows(tmp_path, dataset_metadata=str(tmp_path / "metadata.jsonl"))
+    assert pairs(rows) == pairs(read_rows(tmp_path, dataset_metadata="metadata.jsonl")) == [("a.jpg", "two")]
+
+
+def test_given_metadata_must_exist_and_be_a_table(tmp_path):
+    folder_of(tmp_path, {"a.jpg": "one"})
+    message = refused(tmp_path, dataset_metadata="captions.csv")
+    assert "--dataset_metadata captions.csv" in message and str(tmp_path / "captions.csv") in message
+    message = refused(tmp_path, dataset_metadata=tmp_path / "a.txt")
+    assert "a.txt must end in .csv, .tsv, .jsonl, .json, .parquet" in message
+
+
+def test_metadata_outside_the_dataset_may_name_files_of_both_folders(tmp_path):
+    folder_of(tmp_path, {"dataset/a.jpg": None, "tables/b.jpg": None})
+    write(tmp_path / "tables" / "t.csv", "file_name,text\na.jpg,one\nb.jpg,two\n../dataset/c.jpg,three\n")
+    write(tmp_path / "dataset" / "c.jpg")
+    rows = read_rows(tmp_path / "dataset", dataset_metadata=tmp_path / "tables" / "t.csv")
+    assert pairs(rows) == [("a.jpg", "one"), ("../tables/b.jpg", "two"), ("c.jpg", "three")]
+
+
+@pytest.mark.parametrize("name", ["metadata.json1", "metadata.jsnol"])
+def test_misnamed_metadata_is_not_ignored(tmp_path, name):
+    folder_of(tmp_path, {"a.jpg": None})
+    write(tmp_path / name, "{}")
+    assert f"{name} is not read, did you mean metadata.json" in refused(tmp_path, allow_missing_captions=True)
+
+
+def test_other_tables_are_pointed_at_when_captions_are_missing(tmp_path):
+    folder_of(tmp_path, {"a.jpg": None})
+    write(tmp_path / "captions.csv", "file_name,text\na.jpg,one\n")
+    assert "If captions.csv holds them, give it by --dataset_metadata." in refused(tmp_path)
+
+
+def test_names_of_other_systems(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    nfc, nfd = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
+    folder_of(
+        tmp_path,
+        dict.fromkeys(
+            ["sub/img 1.png", f"sub/{nfc}1.png", f"sub/{nfd}2.png", f"{nfd}/{nfc}.png", "a#b.png", "ä\\.png"]
+        ),
+    )
+    names = ["sub\\img 1.png", f"sub/{nfd}1.png", f"sub\\{nfc}2.png", f"{nfd}\\{nfc}.png", "./a#b.png", "ä\\.png"]
+    write_table(tmp_path / "metadata.csv", ["file_name", "text"], [[name, "x"] for name in names])
+    ids = ["sub/img 1.png", f"sub/{nfc}1.png", f"sub/{nfd}2.png", f"{nfd}/{nfc}.png", "a#b.png", "ä\\.png"]
+    assert [row.id for row in read_rows(tmp_path)] == ids
+    assert "4 files found under another spelling" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["images/a.jpg", "train/images/a.jpg", "train\\images\\a.jpg", "a.jpg", "./a.jpg"])
+def test_folders_repeated_in_front_of_names(tmp_path, name):
+    folder_of(tmp_path, {"train/images/a.jpg": None})
+    write(tmp_path / "train" / "images" / "metadata.csv", f"file_name,text\n{name},one\n")
+    assert pairs(read_rows(tmp_path)) == [("train/images/a.jpg", "one")]
+    assert pairs(read_rows(tmp_path / "train" / "images")) == [("a.jpg", "one")]
+
+
+def test_the_name_as_written_wins_over_other_readings(tmp_path):
+    folder_of(tmp_path, {"images/a.jpg": None, "images/images/a.jpg": None, "a.jpg": None})
+    write(tmp_path / "images" / "metadata.csv", "file_name,text\nimages/a.jpg,one\na.jpg,two\n")
+    assert pairs(read_rows(tmp_path)) == [("images/images/a.jpg", "one"), ("images/a.jpg", "two")]
+
+
+def test_absolute_paths(tmp_path):
+    folder_of(tmp_path, {"dataset/a.jpg": None, "elsewhere/b.jpg": None})
+    rows = [[str(tmp_path / "dataset" / "a.jpg"), "one"], [str(tmp_path / "elsewhere" / "b.jpg"), "two"]]
+    write_table(tmp_path / "dataset" / "metadata.csv", ["file_name", "text"], rows)
+    assert pairs(read_rows(tmp_path / "dataset")) == [("a.jpg", "one"), ("../elsewhere/b.jpg", "two")]
+
+
+@pytest.mark.parametrize("name", ["../out.jpg", "..\\out.jpg", "sub/../../out.jpg", "./../dataset2/x.jpg"])
+def test_paths_out_of_the_dataset_are_refused(tmp_path, name):
+    folder_of(tmp_path, {"dataset/a.jpg": None, "out.jpg": None, "dataset2/x.jpg": None})
+    write(tmp_path / "dataset" / "metadata.csv", f"file_name,text\n{name},one\n")
+    message = refused(tmp_path / "dataset")
+    assert "metadata.csv line 2" in message and repr(name) in message and "leads out of the dataset" in message
+
+
+def test_missing_files_are_all_counted(tmp_path):
+    folder_of(tmp_path, {"a.jpg": None})
+    names = ["a.jpg", *(f"x{n}.jpg" for n in range(7)), "", ".", "C:\\x.jpg", "bad?"]
+    rows = [{"file_name": name, "text": "x"} for name in names] + [{"text": "x"}, {"file_name": 5, "text": "x"}]
+    rows += [{"file_name": "nul\0.jpg", "text": "x"}, {"file_name": "\ud800.jpg", "text": "x"}]
+    rows += [{"file_name": "n" * 5000, "text": "x"}]
+    write(tmp_path / "metadata.json", json.dumps(rows))
+    message = refused(tmp_path)
+    assert "16 rows without a usable file" in message and "and 11 more" in message
+    assert "metadata.json item 2: 'x0.jpg' names no file" in message
+
+
+def test_pictures_without_a_row_are_counted(tmp_path, caplog):
+    folder_of(tmp_path, {f"{n}.jpg": None for n in range(8)} | {"sub/x.png": None})
+    write(tmp_path / "metadata.csv", "file_name,text\n0.jpg,one\n")
+    assert len(read_rows(tmp_path)) == 1
+    assert "8 pictures have no row in metadata.csv:\n  1.jpg\n" in caplog.text and "and 3 more" in caplog.text
+
+
+def test_rows_that_repeat_a_file_are_refused(tmp_path):
+    folder_of(tmp_path, {"a.jpg": None, "b.jpg": None})
+    write(tmp_path / "metadata.csv", "file_name,text\na.jpg,one\nb.jpg,two\n./a.jpg,three\n")
+    assert "metadata.csv line 2 and metadata.csv line 4: a.jpg" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ("file_name,text\na.jpg,one\na.jpg,two,three\na.jpg\n", "line 3: 3 fields\n  line 4: 1 fields"),
+        ('file_name,text\na.jpg,"two\nlines"\na.jpg,x,y\n', "line 4: 3 fields"),
+        ('file_name,text\n\na.jpg,"say "hi""\n', "metadata.csv line 3 cannot be read"),
+        ('file_name,text\na.jpg,one\na.jpg,"open\n\n', "metadata.csv line 3 cannot be read"),
+        ("file_name,text,text\na.jpg,x,y\n", "several columns of one name: 'text'"),
+        ("", "metadata.csv is empty"),
+        ("\n\n", "metadata.csv is empty"),
+        ("file_name,text\n", "has no items"),
+    ],
+)
+def test_bad_csv_is_refused_by_line(tmp_path, table, expected):
+    folder_of(tmp_path, {"a.jpg": None})
+    write(tmp_path / "metadata.csv", table)
+    assert expected in refused(tmp_path)
+
+
+def test_blank_rows_are_no_rows(tmp_path):
+    folder_of(tmp_path, {"a.jpg": None})
+    write(tmp_path / "metadata.csv", "\r\nfile_name,text\r\na.jpg,one\r\n\r\n,\r\n")
+    assert pairs(read_rows(tmp_path)) == [("a.jpg", "one")]
+    (tmp_path / "metadata.csv").unlink()
+    write(tmp_path / "metadata.jsonl", '\r\n{"file_name": "a.jpg", "text": "o\u2028ne"}\r\n\r\n  \r\n')
+    assert pairs(read_rows(tmp_path)) == [("a.jpg", "o\u2028ne")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("metadata.jsonl", '{"file_name": "a.jpg"}\n{"file_name\nx\n', "2 lines that are not JSON:\n  line 2:"),
+        ("metadata.jsonl", '["a"]\n5\n', "2 rows that are not objects:\n  metadata.jsonl line 1: ['a']"),
+        ("metadata.jsonl", "[" * 100_000, "line 1"),
+        ("metadata.json", '{"file_name": "a.jpg"}', "must hold a list of objects"),
+        ("metadata.json", "[{]", "metadata.json is not JSON: "),
+        ("metadata.json", '["a.jpg"]', "metadata.json item 1: 'a.jpg'"),
+        ("metadata.json", "[]", "no media column"),
+        ("metadata.parquet", "PAR1", "metadata.parquet cannot be read as parquet"),
+    ],
+)
+def test_bad_json_and_parquet_are_refused(tmp_path, name, text, expected):
+    folder_of(tmp_path, {"a.jpg": None})
+    write(tmp_path / name, text)
+    assert expected in refused(tmp_path)
+
+
+# Columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "flags", "expected"),
+    [
+        ("file_nmae,text", {}, ["no media column", "'file_nmae' for 'file_name'", "--media_column", "'text'"]),
+        ("File_Name,text", {}, ["no media column", "'File_Name' for 'file_name'"]),
+        ("file_name,txt", {}, ["no caption column", "'txt' for 'text'", "--caption_column", "'file_name', 'txt'"]),
+        ("file_name,satz", {}, ["no caption column (text, prompt)", "--caption_column", "'file_name', 'satz'"]),
+        ("file_name,image,text", {}, ["several media columns (file_name, image)", "--media_column"]),
+        ("image,text,prompt", {}, ["several caption columns (text, prompt)", "--caption_column"]),
+        ("image,text", {"caption_column": "txet"}, ["--caption_column txet", "'text'", "metadata.csv"]),
+        ("image,text", {"media_column": "imgae"}, ["--media_column imgae", "did you mean 'image'"]),
+        ("image,text", {"media_column": "xyz"}, ["--media_column xyz", "'image', 'text'"]),
+        ("image,text", {"caption_column": "image"}, ["--caption_column image"]),
+    ],
+)
+def test_columns_in_doubt_are_refused_with_the_flag_to_use(tmp_path, columns, flags, expected):
+    folder_of(tmp_path, {"a.jpg": None})
+    write(tmp_path / "metadata.csv", f"{columns}\n" + "a.jpg" + ",x" * columns.count(",") + "\n")
+    message = refused(tmp_path, **flags)
+    assert all(part in message for part in expected), message
+
+
+def test_flags_decide_between_columns_and_the_rest_is_listed(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    folder_of(tmp_path, {"a.jpg": None, "b.jpg": None})
+    write(tmp_path / "metadata.csv", "file_name,image,text,prompt,score\na.jpg,b.jpg,one,two,5\n")
+    assert pairs(read_rows(tmp_path, media_column="image", caption_column="prompt")) == [("b.jpg", "two")]
+    assert "columns not used: 'file_name', 'text', 'score'" in caplog.text
+
+
+def test_a_table_of_names_only_needs_permission_and_no_misspelling(tmp_path):
+    folder_of(tmp_path, {"a.jpg": None})
+    write(tmp_path / "metadata.csv", "file_name,score\na.jpg,5\n")
+    assert "no caption column" in refused(tmp_path)
+    assert pairs(read_rows(tmp_path, allow_missing_captions=True)) == [("a.jpg", "")]
+    write(tmp_path / "metadata.csv", "file_name,txt\na.jpg,5\n")
+    assert "'txt' for 'text'" in refused(tmp_path, allow_missing_captions=True)
+
+
+# Where a dataset is
+
+
+def test_zero_items_are_refused(tmp_path):
+    assert str(tmp_path) in refused(tmp_path) and "no items" in refused(tmp_path)
+    write(tmp_path / "a.txt", "a caption alone")
+    assert "no items" in refused(tmp_path, allow_missing_captions=True)
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "a/b/c", "photos/", "two words", "", "../x"])
+def test_a_path_that_is_neither_folder_nor_hub_id_is_named(path):
+    assert f"--dataset_path {path} does not exist" in refused(path)
+
+
+def test_a_file_is_no_dataset(tmp_path):
+    path = write(tmp_path / "metadata.csv", "file_name,text\n")
+    assert str(path) in refused(path) and "--dataset_metadata" in refused(path)
+
+
+def test_file_names_that_are_not_unicode_are_refused(tmp_path):
+    folder_of(tmp_path, {"a.jpg": "one"})
+    write(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jpg"))
+    message = refused(tmp_path)
+    assert "caf\\udce9.jpg" in message
+    message.encode()
+
+
+def test_unreadable_folders_are_named(tmp_path, monkeypatch):
+    folder_of(tmp_path, {"a.jpg": "one", "sub/b.jpg": "two"})
+    scandir = os.scandir
+
+    def deny(path):
+        if str(path).endswith("sub"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    # Not chmod, which does not keep root out.
+    monkeypatch.setattr(os, "scandir", deny)
+    assert f"{tmp_path / 'sub'} cannot be read: Permission denied" in refused(tmp_path)
+
+
+# Hugging Face datasets
+
+
+@pytest.fixture(autouse=True)
+def own_datasets_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def picture_dataset(folder, captions, column="text"):
+    """Returns a dataset of grey pictures that embeds a PNG for each caption, and these PNGs."""
+    files = []
+    for n, _ in enumerate(captions):
+        files.append(folder / f"p{n}.png")
+        folder.mkdir(exist_ok=True)
+        Image.new("L", (8, 8), n).save(files[-1])
+    data = {"image": [{"bytes": file.read_bytes(), "path": file.name} for file in files], column: captions}
+    features = datasets.Features({"image": datasets.Image(), column: datasets.Value("string")})
+    return datasets.Dataset.from_dict(data, features=features), [file.read_bytes() for file in files]
+
+
+@pytest.mark.parametrize("column", ["text", "caption", "prompt"])
+def test_saved_dataset(tmp_path, column):
+    data, pictures = picture_dataset(tmp_path / "source", ["NA", "two"], column)
+    data.save_to_disk(tmp_path / "saved")
+    rows = read_rows(tmp_path / "saved")
+    assert [(row.id, row.caption, row.media, row.origin) for row in rows] == [
+        ("train/0", "NA", pictures[0], "train row 0 (p0.png)"),
+        ("train/1", "two", pictures[1], "train row 1 (p1.png)"),
+    ]
+
+
+def test_saved_dataset_of_several_splits(tmp_path):
+    data, pictures = picture_dataset(tmp_path / "source", ["one", "two", "three"])
+    splits = {"test": data.select([0]), "train": data.select([1, 2])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "with_train")
+    assert [(row.id, row.media) for row in read_rows(tmp_path / "with_train")] == [
+        ("train/0", pictures[1]),
+        ("train/1", pictures[2]),
+    ]
+    datasets.DatasetDict({"a": splits["test"], "b": splits["train"]}).save_to_disk(tmp_path / "without")
+    assert "Splits found: a, b" in refused(tmp_path / "without")
+    datasets.DatasetDict({"a": splits["test"]}).save_to_disk(tmp_path / "single")
+    assert [row.id for row in read_rows(tmp_path / "single")] == ["a/0"]
+
+
+def test_hub_layout_folder(tmp_path):
+    data, pictures = picture_dataset(tmp_path / "source", ["one", "two"])
+    (tmp_path / "repo" / "data").mkdir(parents=True)
+    data.to_parquet(tmp_path / "repo" / "data" / "train-00000-of-00001.parquet")
+    data.select([0]).to_parquet(tmp_path / "repo" / "data" / "test-00000-of-00001.parquet")
+    write(tmp_path / "repo" / "README.md", "# Photographs\n")
+    rows = read_rows(tmp_path / "repo")
+    assert [(row.id, row.caption, row.media) for row in rows] == [
+        ("train/0", "one", pictures[0]),
+        ("train/1", "two", pictures[1]),
+    ]
+
+
+def test_saved_dataset_that_refers_to_files(tmp_path):
+    folder_of(tmp_path, {"a.jpg": None})
+    data = datasets.Dataset.from_dict({"image": [str(tmp_path / "a.jpg")], "text": ["one"]})
+    data.save_to_disk(tmp_path / "saved")
+    assert [row.media for row in read_rows(tmp_path / "saved")] == [tmp_path / "a.jpg"]
+    (tmp_path / "a.jpg").unlink()
+    assert "train row 0 (a.jpg)" in refused(tmp_path / "saved") and "names no file" in refused(tmp_path / "saved")
+
+
+def test_problems_of_hugging_face_datasets(tmp_path):
+    data, _ = picture_dataset(tmp_path / "source", ["one", None, ""])
+    data.save_to_disk(tmp_path / "saved")
+    message = refused(tmp_path / "saved")
+    assert "1 found, 1 empty, 1 missing" in message and "train row 1 (p1.png): caption missing" in message
+    data.rename_column("image", "photo").save_to_disk(tmp_path / "photo")
+    message = refused(tmp_path / "photo")
+    assert "no media column (image)" in message and "'photo', 'text'" in message and "--media_column" in message
+    assert len(read_rows(tmp_path / "photo", media_column="photo", allow_missing_captions=True)) == 3
+    data.add_column("caption", ["a", "b", "c"]).save_to_disk(tmp_path / "both")
+    assert "several caption columns (text, caption)" in refused(tmp_path / "both")
+    data.add_column("score", [1, 2, 3]).save_to_disk(tmp_path / "score")
+    assert "column 'score' holds" in refused(tmp_path / "score", media_column="score")
+    assert "captions that are not text" in refused(tmp_path / "score", caption_column="score")
+    assert "cannot be used with" in refused(tmp_path / "saved", dataset_metadata="x.csv")
+    empty = datasets.Dataset.from_dict({"image": [None], "text": ["one"]}, features=data.features)
+    empty.save_to_disk(tmp_path / "empty")
+    assert "train row 0: no picture" in refused(tmp_path / "empty")
+
+
+def test_damaged_saved_dataset_is_refused(tmp_path):
+    write(tmp_path / "dataset_info.json", "{}")
+    write(tmp_path / "state.json", "{}")
+    assert f"{tmp_path} cannot be loaded as a Hugging Face dataset" in refused(tmp_path)
+
+
+def test_hub_id(tmp_path, monkeypatch):
+    data, pictures = picture_dataset(tmp_path / "source", ["one"])
+    asked = []
+
+    def load_dataset(name):
+        asked.append(name)
+        return datasets.DatasetDict({"train": data})
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert [(row.id, row.media) for row in read_rows("owner/photographs")] == [("train/0", pictures[0])]
+    read_rows("photographs")
+    assert asked == ["owner/photographs", "photographs"]
+    assert "--dataset_metadata" in refused("owner/photographs", dataset_metadata="metadata.csv")
+
+
+def test_hub_id_that_cannot_be_loaded_may_be_a_mistyped_folder(tmp_path, monkeypatch):
+    def load_dataset(name):
+        raise ConnectionError(f"no way to {name}\nand more")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    message = refused("data/photos")
+    assert "data/photos is not a folder here" in message and "no way to data/photos" in message
+
+
+# Any text
+
+
+# Cs are halves of surrogate pairs, which no encoding writes.
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+NAME = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\0"), min_size=1, max_size=30)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.dictionaries(NAME, TEXT, min_size=1, max_size=3), st.sampled_from([".csv", ".tsv", ".jsonl", ".txt"]))
+def test_any_text_comes_back_or_is_refused(captions, suffix):
+    """Whatever the csv and json modules write comes back, or a RefusedError says why; nothing else is raised."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for stem, caption in captions.items():
+            write(folder / f"{stem}.png")
+            if suffix == ".txt":
+                write(folder / f"{stem}.txt", caption)
+        if suffix != ".txt":
+            rows = [[f"{stem}.png", caption] for stem, caption in captions.items()]
+            write_table(folder / f"metadata{suffix}", ["file_name", "text"], rows)
+        try:
+            rows = read_rows(folder)
+        except RefusedError as error:
+            assert not plain(captions), error
+            return
+        expected = {f"{stem}.png": text.lstrip("\ufeff").rstrip("\r\n") for stem, text in captions.items()}
+        if suffix == ".txt":
+            expected = {name: text for name, text in expected.items() if not name.startswith(".")}
+        assert dict(pairs(rows)) == expected
+
+
+def plain(captions):
+    """Tells whether nothing about these names and captions can be a reason to refuse them."""
+    return all(
+        "\0" not in stem + text and text.strip("\ufeff \r\n").strip() and not stem.startswith((".", "metadata"))
+        for stem, text in captions.items()
+    ) and len({unicodedata.normalize("NFC", stem) for stem in captions}) == len(captions)
