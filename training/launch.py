@@ -1,5 +1,6 @@
 """Starts Accelerate for a run: checks its settings against the flags, then seeds."""
 
+import logging
 import os
 import random
 
@@ -36,6 +37,9 @@ def start_accelerator(args):
             "fsdp_activation_checkpointing is on in the Accelerate config; set it to false and use "
             "--use_gradient_checkpointing, since two mechanisms at once would recompute twice."
         )
+    # Our own notices go to stderr, once: a library's INFO lines do not.
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("training").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

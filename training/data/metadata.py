@@ -245,6 +245,9 @@ def _find_metadata(folder, files, dataset_metadata):
 
 
 def _is_hub_layout(files):
+    # Shards are named like nothing else; a repository of them may hold pictures too, for its README.
+    if any(re.search(r"-\d{5}-of-\d{5}\.(parquet|arrow)$", name) for name in files):
+        return True
     suffixes = {_suffix(name) for name in files}
     return not suffixes.isdisjoint((".parquet", ".arrow")) and suffixes.isdisjoint(IMAGE_SUFFIXES)
 
