@@ -547,11 +547,19 @@ def test_hub_layout_folder(tmp_path):
     data.to_parquet(tmp_path / "repo" / "data" / "train-00000-of-00001.parquet")
     data.select([0]).to_parquet(tmp_path / "repo" / "data" / "test-00000-of-00001.parquet")
     write(tmp_path / "repo" / "README.md", "# Photographs\n")
+    write(tmp_path / "repo" / "assets" / "example.png", pictures[0])
     rows = read_rows(tmp_path / "repo")
     assert [(row.id, row.caption, row.media) for row in rows] == [
         ("train/0", "one", pictures[0]),
         ("train/1", "two", pictures[1]),
     ]
+
+
+def test_folder_of_one_parquet_file(tmp_path):
+    data, pictures = picture_dataset(tmp_path / "source", ["one"])
+    (tmp_path / "repo").mkdir()
+    data.to_parquet(tmp_path / "repo" / "photographs.parquet")
+    assert [(row.id, row.media) for row in read_rows(tmp_path / "repo")] == [("train/0", pictures[0])]
 
 
 def test_saved_dataset_that_refers_to_files(tmp_path):
