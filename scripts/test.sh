@@ -12,5 +12,6 @@ if [ "${1:-}" = "--slow" ]; then
 fi
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# One thread: tiny models gain nothing from more, and threads that wait for each other lose a lot on a busy machine.
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 exec .venv/bin/python -m pytest -q -m "$MARKERS" "$@"

@@ -11,7 +11,9 @@ REPO = pathlib.Path(__file__).parents[1]
 
 def run_script(*arguments, check=True, **kwargs):
     """Run a script of this repository as a user would; return the finished process with its output as text."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **kwargs.pop("env", {})}
+    # One thread: tiny models gain nothing from more, and threads that wait for each other lose a lot on a busy machine.
+    settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **settings, **kwargs.pop("env", {})}
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, **kwargs)
     if check and done.returncode:
