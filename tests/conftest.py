@@ -11,7 +11,7 @@ REPO = pathlib.Path(__file__).parents[1]
 
 def run_script(*arguments, check=True, **kwargs):
     """Run a script of this repository as a user would; return the finished process with its output as text."""
-    # One thread: tiny models gain nothing from more, and threads that wait for each other lose a lot on a busy machine.
+    # One thread: tiny models gain nothing from more, and threads that wait for each other lose a lot under load.
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **settings, **kwargs.pop("env", {})}
     command = [sys.executable, *map(str, arguments)]

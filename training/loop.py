@@ -59,7 +59,7 @@ def train(
         # Starting to iterate draws a number: from here, not from what dropout draws from, or a resume would differ.
         generator=torch.Generator(),
     )
-    metrics = Metrics(accelerator, pathlib.Path(args.output_dir) / "metrics.jsonl", steps)
+    metrics = Metrics(accelerator, pathlib.Path(args.output_dir) / "metrics.jsonl", steps, batches, dataset)
     liveness = GradientLiveness(parameters)
     step, losses = steps.start - 1, []
     for batch in dataloader:
@@ -68,6 +68,8 @@ def train(
             loss = model(batch)
             losses.append(loss.detach())
             accelerator.backward(loss)
+            if accelerator.sync_gradients or accelerator.num_processes == 1:
+                weights.take_gradients()  # DDP has averaged them over the processes only when they are synchronised
             if accelerator.sync_gradients:
                 grad_norm = clip_gradients(accelerator, weights, args.max_grad_norm)
                 lr = lr_scheduler.get_last_lr()[0]
@@ -80,18 +82,10 @@ def train(
             continue
 
         step += 1
-        items = batches.step(step)
-        metrics.add(
-            step=step,
-            epoch=batches.epoch(step),
-            loss=torch.stack(losses).mean(),
-            lr=lr,
-            grad_norm=grad_norm,
-            sigmas=[dataset.sigma(step, position, index) for position, index in enumerate(items)],
-            samples=[dataset.samples[index]["id"] for index in items],
-        )
+        metrics.add(step=step, loss=torch.stack(losses).mean(), lr=lr, grad_norm=grad_norm)
         losses = []
-        if step == steps[:2][-1]:
+        # With several processes after the first step: DDP does not survive a second one with a silent tensor.
+        if step == steps[: 2 if accelerator.num_processes == 1 else 1][-1]:
             liveness.check()
         saves = args.checkpointing_steps is not None and step % args.checkpointing_steps == 0
         if saves or step % args.logging_steps == 0 or step == steps[-1]:
@@ -106,7 +100,6 @@ def clip_gradients(accelerator, weights, max_grad_norm):
     if accelerator.distributed_type.value == "DEEPSPEED":
         # The engine clipped and stepped in `backward`, by the same setting.
         return torch.as_tensor(accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm())
-    weights.take_gradients()
     if max_grad_norm > 0:
         return accelerator.clip_grad_norm_(weights.masters, max_grad_norm)
     return torch.nn.utils.get_total_norm([master.grad for master in weights.masters if master.grad is not None])

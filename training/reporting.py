@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -102,10 +103,12 @@ class Metrics:
         path (`pathlib.Path`): metrics.jsonl. On a resume the lines of earlier steps are kept; later ones come from
             steps after the checkpoint, which are made again.
         steps (`range`): The optimizer steps of this run.
+        batches (`BatchPlan`), dataset (`TrainingDataset`): Tell which samples a step had, and their sigmas.
     """
 
-    def __init__(self, accelerator, path, steps):
+    def __init__(self, accelerator, path, steps, batches, dataset):
         self.accelerator, self.path = accelerator, pathlib.Path(path)
+        self.batches, self.dataset = batches, dataset
         self.pending = []
         self.process = psutil.Process()
         self.last_parked_bytes = offload.counters()["parked_bytes"]
@@ -116,17 +119,19 @@ class Metrics:
         shown = accelerator.is_main_process
         self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc="training", disable=not shown)
 
-    def add(self, *, loss, grad_norm, **values):
+    def add(self, *, step, loss, lr, grad_norm):
         """Take note of an optimizer step, without waiting for the device.
 
         Args:
+            step (`int`)
             loss (`torch.Tensor`, a scalar): Mean over this process's part of the global batch.
+            lr (`float`)
             grad_norm (`torch.Tensor`, a scalar): Before clipping, of the whole gradient.
-            **values: What can be written as it is: `step`, `epoch`, `lr`, `sigmas`, `samples`.
         """
         now, parked_bytes = time.perf_counter(), offload.counters()["parked_bytes"]
-        record = values | {"seconds": now - self.last_time, "offloaded_bytes": parked_bytes - self.last_parked_bytes}
-        record |= {"device_peak_bytes": _device_peak_bytes(), "host_rss_bytes": self.process.memory_info().rss}
+        record = {"step": step, "lr": lr, "seconds": now - self.last_time, "device_peak_bytes": _device_peak_bytes()}
+        record["offloaded_bytes"] = parked_bytes - self.last_parked_bytes
+        record["host_rss_bytes"] = self.process.memory_info().rss
         self.last_time, self.last_parked_bytes = now, parked_bytes
         self.pending.append((record, loss.detach(), grad_norm.detach()))
         self.bar.update()
@@ -143,23 +148,32 @@ class Metrics:
         self.pending = []
         losses = self.accelerator.reduce(torch.stack(losses).float(), reduction="mean").tolist()
         norms = torch.stack(norms).float().tolist()
-        for record, loss, norm in zip(records, losses, norms, strict=True):
-            record |= {"loss": loss, "grad_norm": norm}
         if self.accelerator.is_main_process:
-            keys = ("step", "epoch", "loss", "lr", "grad_norm", "sigmas", "samples", "seconds")
             with self.path.open("a", encoding="utf-8") as file:
-                for record in records:
-                    ordered = {key: record[key] for key in keys} | record
-                    file.write(json.dumps(ordered, ensure_ascii=False) + "\n")
+                for record, loss, norm in zip(records, losses, norms, strict=True):
+                    file.write(json.dumps(self._line(record, loss, norm), ensure_ascii=False) + "\n")
         seconds = sum(record["seconds"] for record in records) / len(records)
         self.bar.set_postfix(loss=f"{losses[-1]:.4f}", lr=f"{records[-1]['lr']:.2e}", seconds=f"{seconds:.2f}")
-        for record in records:
-            for name in ("loss", "grad_norm"):
-                if not torch.isfinite(torch.tensor(record[name])):
-                    raise FailedError(
-                        f"The {name} of step {record['step']} is {record[name]}; its samples were "
-                        f"{', '.join(sorted(set(record['samples'])))}. Nothing was saved after the last checkpoint."
-                    )
+        for record, loss, norm in zip(records, losses, norms, strict=True):
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                samples = sorted({self.dataset.samples[index]["id"] for index in self.batches.step(record["step"])})
+                raise FailedError(
+                    f"Step {record['step']} has loss {loss} and gradient norm {norm}; its samples were "
+                    f"{', '.join(samples)}. Nothing was saved after the last checkpoint."
+                )
+
+    def _line(self, record, loss, grad_norm):
+        """Return the line of metrics.jsonl for one optimizer step."""
+        step, indices = record["step"], self.batches.step(record["step"])
+        return {
+            "step": step,
+            "epoch": self.batches.epoch(step),
+            "loss": loss,
+            "lr": record["lr"],
+            "grad_norm": grad_norm,
+            "sigmas": [self.dataset.sigma(step, position, index) for position, index in enumerate(indices)],
+            "samples": [self.dataset.samples[index]["id"] for index in indices],
+        } | record
 
     def close(self):
         """Write what is left and end the bar."""

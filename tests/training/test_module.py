@@ -196,10 +196,12 @@ def test_master_weights_keep_updates_that_bf16_would_round_away():
     weights = MasterWeights([parameter])
     optimizer = torch.optim.SGD(weights.masters, lr=1e-3)
     for _ in range(50):
-        parameter.grad = torch.ones_like(parameter)
-        weights.take_gradients()
-        assert parameter.grad is None
+        for _ in range(2):  # two micro-batches, added up in fp32
+            parameter.grad = torch.full_like(parameter, 0.5)
+            weights.take_gradients()
+            assert parameter.grad is None
         optimizer.step()
+        optimizer.zero_grad()
         weights.write_back()
     torch.testing.assert_close(weights.masters[0].detach(), torch.full((64,), 0.95))
     assert torch.equal(parameter.detach(), torch.full((64,), 0.95).to(torch.bfloat16))

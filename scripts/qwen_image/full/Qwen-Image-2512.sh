@@ -17,7 +17,7 @@
 #   optimizer state                      8          2.03         0.01 or less
 #   at the optimizer step               18         12.03        10
 #                                      342 GiB    229 GiB      190 GiB
-# That is the peak; torch's AdamW adds 4 bytes for a moment (419 GiB), unless given --optimizer_args fused=True.
+# That is the peak; adamw is torch's fused one on a GPU, which needs nothing beside its state.
 # In the backward pass the gradients are bf16, 2 bytes: with adamw_8bit 191 GiB and the activations. Recomputed, those
 # come to about 4 GiB per picture at 1328x1328, so that batch 4 stays below the peak; kept, to more than 50 GiB.
 # Calculated, NOT measured on a GPU. The CUDA context and fragmentation come on top.
