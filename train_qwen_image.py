@@ -105,7 +105,7 @@ def main(args):
 
     # ---- all that can be refused, before a model is loaded
     optimizer_class, optimizer_arguments = find_optimizer(args)
-    checkpoint, done_steps = find_checkpoint(args)
+    checkpoint, resumed = find_checkpoint(args)
     rows = read_rows(
         args.dataset_path,
         dataset_metadata=args.dataset_metadata,
@@ -123,7 +123,7 @@ def main(args):
     if args.training_mode == "lora":
         targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
     plan = MemoryPlan.from_args(args, {"transformer_blocks": len(skeleton.transformer_blocks)})
-    batches, last_step = plan_batches(args, records, accelerator.num_processes, done_steps=done_steps)
+    batches, last_step = plan_batches(args, records, accelerator.num_processes, resumed=resumed)
     make_output_dir(output_dir)
 
     # ---- the encoders, each used once and let go
@@ -159,6 +159,7 @@ def main(args):
     )
 
     # ---- training and its results
+    accelerator.print(batches.describe(last_step))
     run = RunRecord(accelerator, args, plan=plan, module=module, records=records, never_trained=never_trained)
     train(
         accelerator,
@@ -168,7 +169,7 @@ def main(args):
         args,
         optimizer_class=optimizer_class,
         optimizer_arguments=optimizer_arguments,
-        steps=range(done_steps + 1, last_step + 1),
+        steps=range(resumed["step"] + 1, last_step + 1),
         checkpoint=checkpoint,
     )
     if accelerator.is_main_process:

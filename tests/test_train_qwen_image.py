@@ -118,6 +118,22 @@ def test_resume_gives_the_same_bytes(lora_run, train, tmp_path):
     assert without_measurements(metrics(output_dir)) == without_measurements(metrics(lora_run))
 
 
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--learning_rate", "2e-3"], ["--learning_rate is 0.002 and was 0.001"]),
+        (["--seed", "1"], ["--seed is 1 and was 42"]),
+        (["--train_batch_size", "1"], ["2 samples per step", "had 4"]),
+        (["--max_train_steps", "3"], ["at step 4", "ends at step 3"]),
+        (["--dataset_repeat", "2"], ["--dataset_repeat is 2 and was 1"]),
+    ],
+)
+def test_resume_with_other_settings_is_refused(flags, said, lora_run, train):
+    checkpoint = lora_run / "checkpoint-4"
+    done = train(*LORA, *flags, "--resume_from_checkpoint", checkpoint, check=False)
+    assert done.returncode == 2 and all(text in done.stderr for text in said), done.stderr
+
+
 def test_a_new_run_does_not_mix_with_old_checkpoints(lora_run, train):
     before = {path: path.stat().st_mtime_ns for path in lora_run.rglob("*")}
     done = train(*LORA, output_dir=lora_run, check=False)

@@ -15,6 +15,17 @@ from training.module import trainable_parameters
 _STATE_FILE = "training_state.json"
 _WEIGHTS_FILE = "trainable.safetensors"
 
+# What may differ when a run is resumed: where things are, how memory is used, what is written when, and the length.
+# A schedule that depends on the length follows the new one. Anything else would make another run of the rest.
+_MAY_CHANGE = {
+    *("pretrained_model_name_or_path", "revision", "variant", "transformer_path", "dataset_path", "dataset_metadata"),
+    *("output_dir", "resume_from_checkpoint", "config", "checkpointing_steps", "checkpoints_total_limit"),
+    *("use_gradient_checkpointing", "use_gradient_checkpointing_offload", "deterministic", "logging_steps"),
+    *("lora_dtype", "max_train_steps", "num_train_epochs"),
+    # Their product is compared instead.
+    *("train_batch_size", "gradient_accumulation_steps"),
+}
+
 
 def list_checkpoints(output_dir):
     """Return the complete checkpoints of a run as `{step: path}`, oldest first."""
@@ -27,10 +38,11 @@ def list_checkpoints(output_dir):
 
 
 def find_checkpoint(args):
-    """Return (path, step) of the checkpoint that `--resume_from_checkpoint` names, or (None, 0).
+    """Return (path, state) of the checkpoint that `--resume_from_checkpoint` names, or (None, {"step": 0}).
 
     Raises:
-        RefusedError: There is none, or a new run would mix its checkpoints with those of an older one.
+        RefusedError: There is none, its run had other settings, or a new run would mix its checkpoints with those of
+            an older one.
     """
     existing = list_checkpoints(args.output_dir)
     if args.resume_from_checkpoint is None:
@@ -39,15 +51,24 @@ def find_checkpoint(args):
                 f"--output_dir {args.output_dir} holds checkpoints of an earlier run (checkpoint-{max(existing)}); "
                 "continue it with --resume_from_checkpoint latest, or give another folder."
             )
-        return None, 0
+        return None, {"step": 0}
     if args.resume_from_checkpoint == "latest":
         if not existing:
             raise RefusedError(f"--resume_from_checkpoint latest: {args.output_dir} holds no checkpoint.")
-        return existing[max(existing)], max(existing)
-    path = pathlib.Path(args.resume_from_checkpoint)
+        path = existing[max(existing)]
+    else:
+        path = pathlib.Path(args.resume_from_checkpoint)
     if not (path / _STATE_FILE).is_file():
         raise RefusedError(f"--resume_from_checkpoint {path} is not a complete checkpoint: it has no {_STATE_FILE}.")
-    return path, json.loads((path / _STATE_FILE).read_text())["step"]
+    state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
+    for name, before in state["arguments"].items():
+        now = json.loads(json.dumps(getattr(args, name)))
+        if now != before and name not in _MAY_CHANGE:
+            raise RefusedError(
+                f"--{name} is {now} and was {before} in {path}: a resumed run goes on with the settings it had. Give "
+                "the old value, or start a new run."
+            )
+    return path, state
 
 
 def register_state_hooks(accelerator, weights):
@@ -84,7 +105,7 @@ def register_state_hooks(accelerator, weights):
     accelerator.register_load_state_pre_hook(load)
 
 
-def save_checkpoint(accelerator, args, step):
+def save_checkpoint(accelerator, args, step, batches):
     """Save the training state after optimizer step `step` as checkpoint-`step`. Every process must call it."""
     output_dir = pathlib.Path(args.output_dir)
     final, beside = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.tmp"
@@ -95,7 +116,9 @@ def save_checkpoint(accelerator, args, step):
     accelerator.save_state(beside, **kwargs)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (beside / _STATE_FILE).write_text(json.dumps({"step": step}) + "\n")
+        state = {"step": step, "samples_per_step": batches.samples_per_step, "arguments": vars(args)}
+        state["samples_per_epoch"] = batches.samples_per_epoch
+        (beside / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         beside.rename(final)
         if args.checkpoints_total_limit is not None:

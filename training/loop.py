@@ -91,7 +91,7 @@ def train(
         if saves or step % args.logging_steps == 0 or step == steps[-1]:
             metrics.flush()
         if saves:
-            save_checkpoint(accelerator, args, step)
+            save_checkpoint(accelerator, args, step, batches)
     metrics.close()
 
 

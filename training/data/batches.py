@@ -42,6 +42,15 @@ class BatchPlan:
             self._units.append(next(self._stream))
         return list(itertools.chain(*self._units[first:last]))
 
+    def describe(self, last_step):
+        """Return one line on the length of a run of `last_step` optimizer steps, for a person."""
+        return (
+            f"{last_step} optimizer steps of {self.samples_per_step} samples ({self.train_batch_size} per process and "
+            f"micro-batch x {self.num_processes} processes x {self.gradient_accumulation_steps} micro-batches); "
+            f"{self.samples_per_epoch} samples per epoch, "
+            f"{last_step * self.samples_per_step / self.samples_per_epoch:.4g} epochs"
+        )
+
     def epoch(self, step):
         """Return the epoch, from 0, in which an optimizer step begins."""
         return (step - 1) * self.samples_per_step // self.samples_per_epoch
@@ -72,16 +81,17 @@ class BatchPlan:
             yield from (indices[i] for i in order.permutation(len(indices)))
 
 
-def plan_batches(args, records, num_processes, *, done_steps=0):
+def plan_batches(args, records, num_processes, *, resumed=None):
     """Return the `BatchPlan` of this run and its last optimizer step.
 
     Args:
         args (`argparse.Namespace`)
         records (`list[dict]`): From `inspect_rows`; items are batched by their size.
-        num_processes, done_steps (`int`)
+        num_processes (`int`)
+        resumed (`dict`, *optional*): State of the checkpoint to go on from, of `find_checkpoint`.
 
     Raises:
-        RefusedError: A checkpoint is already past the last step.
+        RefusedError: The checkpoint is already past the last step, or of a run with other batches.
     """
     batches = BatchPlan(
         [tuple(record["used"]["size"]) for record in records],
@@ -94,11 +104,20 @@ def plan_batches(args, records, num_processes, *, done_steps=0):
     last_step = args.max_train_steps
     if last_step is None:
         last_step = -(-args.num_train_epochs * batches.samples_per_epoch // batches.samples_per_step)
-    if done_steps > last_step:
+    if resumed is None or resumed["step"] == 0:
+        return batches, last_step
+    if resumed["step"] > last_step:
         raise RefusedError(
-            f"--resume_from_checkpoint: the checkpoint is at step {done_steps}, this run ends at step {last_step}; "
-            "raise --max_train_steps or --num_train_epochs."
+            f"--resume_from_checkpoint: the checkpoint is at step {resumed['step']}, this run ends at step "
+            f"{last_step}; raise --max_train_steps or --num_train_epochs."
         )
+    for name in ("samples_per_step", "samples_per_epoch"):
+        if getattr(batches, name) != resumed[name]:
+            raise RefusedError(
+                f"--resume_from_checkpoint: this run has {getattr(batches, name)} {name.replace('_', ' ')}, that of "
+                f"the checkpoint had {resumed[name]}; make them equal (a step has batch size x processes x "
+                "accumulation, an epoch items x repeats)."
+            )
     return batches, last_step
 
 
