@@ -160,10 +160,16 @@ def count_calls(checkpointing, offloading):
 def test_forward_runs_once_plain_and_twice_recomputed(mode):
     assert count_calls(False, False) == [1, 1, 1]
     assert count_calls(*MODES[mode]) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_plain_call_when_gradients_are_disabled(mode):
+    offload.reset_counters()
+    block, x = Counted(), torch.randn(40, 32)
     with torch.no_grad():
-        block = Counted()
-        dispatch(block, *MODES[mode], torch.randn(40, 32))
-    assert block.calls == 1
+        dispatch(block, *MODES[mode], x)
+        assert dispatch(lambda x: x, *MODES[mode], x) is x
+    assert block.calls == 1 and offload.counters()["parked_tensors"] == 0
 
 
 def test_every_block_is_recomputed_under_deepspeed(deepspeed_checkpointing):
@@ -286,6 +292,14 @@ def test_parked_tensors_leave_the_device():
         h = dispatch(block, False, True, x=h)
     assert [storage.expired() for storage in storages] == [True, True, True]
     h.sum().backward()
+
+
+def test_leaves_that_collect_a_gradient_are_not_parked():
+    """Autograd keeps them on the device anyway, parameters and others."""
+    offload.reset_counters()
+    x = torch.randn(40, 32, requires_grad=True)
+    dispatch(Counted(), False, True, x).sum().backward()
+    assert offload.counters()["parked_tensors"] == 0 and x.grad is not None
 
 
 def test_tensor_in_two_arguments_of_one_block_is_parked_once():
