@@ -93,6 +93,8 @@ _ALLOWED = {
     str: "text",
 }
 
+_METAVARS = {str: "TEXT", _positive_int: "N", _natural: "N", _names: "NAME,NAME", _key_value: "KEY=VALUE"}
+
 SWITCH = object()
 REQUIRED = object()
 # A default that depends on other flags: `_resolve` fills it in, the help text says what it will be.
@@ -231,6 +233,10 @@ def _specs(values):
 # ---------------------------------------------------------------- parsing
 
 
+def _help_format(prog):
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=44, width=119)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         raise RefusedError(message)
@@ -247,7 +253,14 @@ def _convert(name, kind, text):
 def _build_parser(description, values):
     # The values that the command line does not give are left out of the namespace: defaults are filled in afterwards,
     # so that a flag which was given and has no effect can be told from a default.
-    parser = _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = _Parser(
+        usage="%(prog)s "
+        + " ".join(f"--{name} ..." for _, name, _, default, _ in _specs(values) if default is REQUIRED),
+        description=description,
+        formatter_class=_help_format,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
     groups = {}
     for group, name, kind, default, text in _specs(values):
         if group not in groups:
@@ -262,7 +275,7 @@ def _build_parser(description, values):
         if kind is SWITCH:
             options["action"] = "store_true"
         else:
-            options["metavar"] = "{" + ",".join(kind) + "}" if isinstance(kind, tuple) else name.upper()
+            options["metavar"] = "|".join(kind) if isinstance(kind, tuple) else _METAVARS.get(kind, "X")
             if name == "optimizer_args":
                 options["nargs"] = "+"
             if name == "config":
