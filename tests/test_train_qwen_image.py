@@ -320,3 +320,43 @@ def test_two_processes_train_on_for_several_steps(train_on_two_processes, train)
     assert [line["samples"] for line in metrics(two)] == [line["samples"] for line in metrics(one)]
     for ours, expected in zip(metrics(two), metrics(one), strict=True):
         assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_zero2_through_the_shipped_config(train, tiny_qwen_image, photos, tmp_path):
+    """Two processes under DeepSpeed end with the file of one process with twice the batch; and they resume."""
+    flags = [*SMALL, "--lora_rank", "4", "--lora_dtype", "fp32", "--max_train_steps", "4", "--learning_rate", "1e-3"]
+    flags += ["--lr_scheduler", "linear", "--max_grad_norm", "0.02", "--gradient_accumulation_steps", "2"]
+
+    def launch(output_dir, *more):
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+        command += [
+            "--config_file",
+            "accelerate_configs/deepspeed_zero2.yaml",
+            "--main_process_port",
+            str(free_port()),
+        ]
+        command += ["train_qwen_image.py", "--pretrained_model_name_or_path", str(tiny_qwen_image)]
+        command += ["--dataset_path", str(photos), "--output_dir", str(output_dir), *flags, *more]
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr
+        assert "loaded back by diffusers at the trained strength" in done.stdout
+        return load_file(output_dir / LORA_FILE)
+
+    whole = launch(tmp_path / "out", "--checkpointing_steps", "2")
+    one = train(*flags, "--train_batch_size", "2")
+    expected = load_file(one / LORA_FILE)
+    assert whole.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(whole[name], tensor, rtol=1e-3, atol=2e-5)
+    for ours, theirs in zip(metrics(tmp_path / "out"), metrics(one), strict=True):
+        assert ours["lr"] == theirs["lr"] and ours["samples"] == theirs["samples"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3), "clipped, logged before"
+        assert ours["grad_norm"] > 0.02
+
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    resumed = launch(tmp_path / "out", "--checkpointing_steps", "2", "--resume_from_checkpoint", "latest")
+    for name, tensor in whole.items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-7)

@@ -9,7 +9,6 @@ import safetensors.torch
 import torch
 
 from training.errors import RefusedError
-from training.module import trainable_parameters
 
 
 _STATE_FILE = "training_state.json"
@@ -71,33 +70,30 @@ def find_checkpoint(args):
     return path, state
 
 
-def register_state_hooks(accelerator, weights):
+def register_state_hooks(accelerator, names, weights):
     """Make `accelerator.save_state` and `load_state` handle what is trained only, not the frozen base.
 
     Args:
-        weights (`MasterWeights`): The fp32 weights, which are what is saved.
+        names (`list[str]`): Of the trainable parameters.
+        weights (`MasterWeights`): Of the same parameters; the fp32 ones are what is saved.
     """
-
-    def names(model):
-        return list(trainable_parameters(accelerator.unwrap_model(model)))
 
     def save(models, state_dicts, output_dir):
         state_dicts.clear()
         if accelerator.is_main_process:
-            tensors = dict(zip(names(models[0]), (m.detach().cpu() for m in weights.masters), strict=True))
+            tensors = {name: m.detach().cpu() for name, m in zip(names, weights.masters, strict=True)}
             safetensors.torch.save_file(tensors, pathlib.Path(output_dir) / _WEIGHTS_FILE)
 
     def load(models, input_dir):
+        models.clear()  # none is left for Accelerate to look for a file of; under DeepSpeed there is none anyway
         tensors = safetensors.torch.load_file(pathlib.Path(input_dir) / _WEIGHTS_FILE)
-        expected = names(models.pop())
-        if set(tensors) != set(expected):
-            differing = sorted(set(tensors) ^ set(expected))
+        if differing := sorted(set(tensors) ^ set(names)):
             raise RefusedError(
                 f"--resume_from_checkpoint: the checkpoint trains other parameters than this run, such as "
                 f"{', '.join(differing[:3])}; resume with the flags that it was made with."
             )
         with torch.no_grad():
-            for name, master in zip(expected, weights.masters, strict=True):
+            for name, master in zip(names, weights.masters, strict=True):
                 master.copy_(tensors[name])
         weights.write_back()
 

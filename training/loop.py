@@ -44,7 +44,7 @@ def train(
     model, optimizer = accelerator.prepare(module, optimizer)
     # Not prepared: Accelerate would step the schedule once per process.
     accelerator.register_for_checkpointing(lr_scheduler)
-    register_state_hooks(accelerator, weights)
+    register_state_hooks(accelerator, list(parameters), weights)
     seed_module_randomness(args.seed, accelerator.process_index)
     if checkpoint is not None:
         load_checkpoint(accelerator, checkpoint)

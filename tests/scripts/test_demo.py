@@ -67,6 +67,8 @@ def test_live_bytes_counts_what_is_alive(demo):
         assert live.device_bytes() == 4000  # the gradient
         weight.grad = None
         assert live.device_bytes() == 0
+        torch.zeros(1)
+        assert live.peak_bytes >= 8000
 
 
 def test_the_view_finds_a_linear_map(demo):
