@@ -7,6 +7,7 @@ On one device, on several, and on a CPU:
 Runnable settings for each model: scripts/qwen_image/.
 """
 
+import logging
 import sys
 
 from training.arguments import parse_args
@@ -25,6 +26,9 @@ FAMILY = {
     "sigma_shift": "the model's own for the size of each picture (2.00 at 1024x1024)",
     "dropped_caption": 'the caption " "',
 }
+
+# bitsandbytes, if it is installed, warns at import of CPU kernels that nothing here uses.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 if __name__ == "__main__":
     # Before torch is imported, so that a typo is answered at once.

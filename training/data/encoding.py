@@ -57,7 +57,8 @@ def encode_images(rows, records, encode, accelerator):
         RefusedError: The latents of a picture are not finite.
     """
     latents = []
-    for row, record in tqdm(list(zip(rows, records, strict=True)), desc="pictures", disable=not accelerator.is_main_process):
+    pairs = list(zip(rows, records, strict=True))
+    for row, record in tqdm(pairs, desc="pictures", disable=not accelerator.is_main_process):
         width, height = record["used"]["size"]
         pixel_values = to_tensor(cover_and_crop(open_image(row.media), height, width))
         latents.append(encode(pixel_values[None])[0].cpu())
