@@ -54,7 +54,7 @@ def export(args, pipeline, module, dataset, *, prefix, export_name):
         usage = LORA_USAGE.format(pipeline=type(pipeline).__name__, base_model=base_model)
         print(
             f"saved {path}: {checked['layers']} layers, loaded back by diffusers at the trained strength; it changes "
-            f"the prediction by {checked['relative_change']:.2%}"
+            f"the prediction by {100 * checked['relative_change']:.2g} %"
         )
     write_model_card(args, base_model=base_model, num_items=len(dataset), usage=usage)
 

@@ -11,7 +11,7 @@ from training.errors import RefusedError
 _PATHS = {
     "adamw": "torch.optim.AdamW",
     "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
-    "adafactor": "torch.optim.Adafactor",
+    "adafactor": "transformers.optimization.Adafactor",
     "prodigy": "prodigyopt.Prodigy",
 }
 _PACKAGES = {"adamw_8bit": "bitsandbytes", "prodigy": "prodigyopt"}
@@ -43,11 +43,15 @@ def find_optimizer(args):
         arguments["fused"] = args.optimizer_args.pop("fused", True)  # the default there needs 4 more bytes per weight
     if args.weight_decay is not None:
         arguments["weight_decay"] = args.weight_decay
+    if args.optimizer == "adafactor":
+        # The rate as it is given. Relative to the size of a weight it would not move a LoRA's B, which starts at zero.
+        arguments |= {"scale_parameter": False, "relative_step": False}
     flags = {"lr": "--learning_rate", "weight_decay": "--weight_decay"}
     for key, value in args.optimizer_args.items():
         if key in flags:
             raise RefusedError(f"--optimizer_args: give {key} by {flags[key]}.")
         arguments[key] = value
+    # Looked at before the class is called, to name the flag that gave what it does not take.
     parameters = inspect.signature(optimizer_class).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         for key in arguments:

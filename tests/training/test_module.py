@@ -230,6 +230,9 @@ def test_learning_rate_reaches_every_optimizer(name):
     parameter.grad = torch.ones(64, 64)
     optimizer.step()
     assert (parameter < 1e-3).all()
+    if name not in ("prodigy", "torch.optim.SGD"):  # they move by about the rate, whatever the size of weight
+        moved = 1e-3 - parameter.detach()
+        torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), rtol=0.05, atol=0)
 
 
 def test_adamw_is_that_of_the_defaults():
