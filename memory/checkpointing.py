@@ -44,6 +44,7 @@ def gradient_checkpoint_forward(
     Raises:
         RuntimeError: An input was changed in place, by the block or after its call. The recomputation would start
             from other values than the forward pass did.
+        TypeError: A `torch.Generator` is among the arguments of a recomputed block.
     """
     recompute = use_gradient_checkpointing or use_gradient_checkpointing_offload
     if not recompute or not torch.is_grad_enabled():
@@ -83,8 +84,13 @@ class _Slot:
 
 
 def _take_tensor(tensors, leaf):
+    if isinstance(leaf, torch.Generator):
+        raise TypeError("A torch.Generator in a block's arguments would draw other numbers when it is recomputed.")
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    for index, tensor in enumerate(tensors):
+        if tensor is leaf:
+            return _Slot(index)  # given twice: one tensor in the recomputation too
     tensors.append(leaf)
     return _Slot(len(tensors) - 1)
 
@@ -97,12 +103,18 @@ def _map_leaves(function, tree):
     """Rebuild `tree` with `function` applied to each leaf of its tuples, lists, dicts and dataclasses."""
 
     def visit(leaf):
+        if isinstance(leaf, dict):  # a subclass, which torch's own walk leaves alone
+            rebuilt = copy.copy(leaf)
+            for key, value in leaf.items():
+                rebuilt[key] = _map_leaves(function, value)
+            return rebuilt
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, (type, _Slot)):
             return function(leaf)
         rebuilt = copy.copy(leaf)
         for field in dataclasses.fields(leaf):
-            # Not setattr, which a frozen dataclass refuses.
-            object.__setattr__(rebuilt, field.name, _map_leaves(function, getattr(leaf, field.name)))
+            if hasattr(leaf, field.name):
+                # Not setattr, which a frozen dataclass refuses.
+                object.__setattr__(rebuilt, field.name, _map_leaves(function, getattr(leaf, field.name)))
         return rebuilt
 
     return tree_map(visit, tree)
@@ -213,13 +225,12 @@ def _deepspeed_checkpoint(model, run, tensors):
 
     # `cpu_checkpointing` empties the tensor objects that it is given. It gets aliases, so that no one else's tensor
     # changes, and those that live on anyway are marked as not to be copied.
-    aliases = {}
+    aliases = []
     for position, tensor in enumerate(tensors):
-        if id(tensor) not in aliases:
-            sighting = offload.first_sighting(model, position, tensor)
-            aliases[id(tensor)] = alias = tensor.view_as(tensor)
-            alias.no_checkpointing = sighting is None
-            sightings.append(sighting)
-    outputs = non_reentrant_checkpoint(run_flat, *[aliases[id(tensor)] for tensor in tensors])
+        sighting = offload.first_sighting(model, position, tensor)
+        aliases.append(tensor.view_as(tensor))
+        aliases[-1].no_checkpointing = sighting is None
+        sightings.append(sighting)
+    outputs = non_reentrant_checkpoint(run_flat, *aliases)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     return _map_leaves(functools.partial(_put_tensor, outputs), template)

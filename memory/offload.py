@@ -127,7 +127,7 @@ def _park(block, tensors):
     """Copy to host memory what only this call of `block` needs; return `{id(tensor): ParkedTensor}`."""
     parked = {}
     for position, tensor in enumerate(tensors):
-        if id(tensor) not in parked and (sighting := first_sighting(block, position, tensor, ParkedTensor)):
+        if sighting := first_sighting(block, position, tensor, ParkedTensor):
             parked[id(tensor)] = sighting
     return parked
 
@@ -162,9 +162,9 @@ def _can_be_parked(tensor):
     """
     return (
         type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
         and tensor.nbytes >= MIN_PARKED_BYTES
         and tensor.untyped_storage().nbytes() == tensor.nbytes
         and not (tensor.is_leaf and tensor.requires_grad)
-        and tensor.layout is torch.strided
         and tensor.device.type not in ("meta", "mps")
     )

@@ -141,6 +141,17 @@ def test_a_new_run_does_not_mix_with_old_checkpoints(lora_run, train):
     assert {path: path.stat().st_mtime_ns for path in lora_run.rglob("*")} == before
 
 
+def test_resume_after_a_crash_in_the_middle_of_a_line(lora_run, train, tmp_path):
+    output_dir = tmp_path / "out"
+    output_dir.mkdir()
+    shutil.copytree(lora_run / "checkpoint-4", output_dir / "checkpoint-4")
+    text = (lora_run / "metrics.jsonl").read_text()
+    (output_dir / "metrics.jsonl").write_text(text + '{"step": 5, "epo')
+    train(*LORA, "--resume_from_checkpoint", "latest", output_dir=output_dir)
+    assert (output_dir / "metrics.jsonl").read_text() == text
+    assert (output_dir / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
+
+
 def test_checkpoints_hold_what_is_trained_only(lora_run):
     tensors = load_file(lora_run / "checkpoint-2" / "trainable.safetensors")
     assert all("lora_" in name and tensor.dtype == torch.float32 for name, tensor in tensors.items())
@@ -160,6 +171,13 @@ def test_full_run_opens_in_diffusers_and_differs_everywhere(full_run, tiny_qwen_
     for name, tensor in base.items():
         assert torch.equal(trained[name], tensor) == (f"transformer.{name}" not in entries), name
     assert len(base) - len(entries) == 6 + 3  # the last text branch: its output, its MLP, its query and norm
+
+
+def test_results_hold_no_path(full_run, lora_run, tiny_qwen_image):
+    for folder in (full_run, lora_run):
+        for file in [*folder.glob("*.safetensors"), *folder.glob("transformer/*"), folder / "README.md"]:
+            for path in (str(tiny_qwen_image), str(folder)):
+                assert path.encode() not in file.read_bytes(), file
 
 
 def test_full_result_can_be_trained_on(full_run, train):

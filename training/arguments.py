@@ -29,6 +29,13 @@ def _natural(text):
     return value
 
 
+def _seed(text):
+    value = _natural(text)
+    if value >= 2**63:
+        raise ValueError
+    return value
+
+
 def _finite(text):
     value = float(text)
     if not math.isfinite(value):
@@ -84,6 +91,7 @@ def _key_value(text):
 _ALLOWED = {
     _positive_int: "a whole number of at least 1",
     _natural: "a whole number of at least 0",
+    _seed: "a whole number from 0 to below 2**63",
     _positive: "a finite number above 0",
     _non_negative: "a finite number of at least 0",
     _fraction: "a number from 0 to 1",
@@ -93,7 +101,7 @@ _ALLOWED = {
     str: "text",
 }
 
-_METAVARS = {str: "TEXT", _positive_int: "N", _natural: "N", _names: "NAME,NAME", _key_value: "KEY=VALUE"}
+_METAVARS = {str: "TEXT", _positive_int: "N", _natural: "N", _seed: "N", _names: "NAME,NAME", _key_value: "KEY=VALUE"}
 
 SWITCH = object()
 REQUIRED = object()
@@ -116,7 +124,7 @@ FLAGS = {
             "A transformer/ folder or one safetensors file that replaces the pipeline's transformer. Default: none.",
         ),
         ("training_mode", ("lora", "full"), "lora", "Train a LoRA, or all weights of the transformer."),
-        ("seed", _natural, 42, "Seed of everything that is drawn."),
+        ("seed", _seed, 42, "Seed of everything that is drawn."),
         ("deterministic", SWITCH, False, "Deterministic kernels on CUDA; slower. A CPU always is deterministic."),
     ],
     "LoRA": [

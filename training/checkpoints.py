@@ -112,8 +112,9 @@ def save_checkpoint(accelerator, args, step, batches):
     accelerator.save_state(beside, **kwargs)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        state = {"step": step, "samples_per_step": batches.samples_per_step, "arguments": vars(args)}
-        state["samples_per_epoch"] = batches.samples_per_epoch
+        state = {"step": step, "arguments": vars(args)}
+        for name in ("samples_per_step", "samples_per_epoch", "samples_per_micro_batch"):
+            state[name] = getattr(batches, name)
         (beside / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         beside.rename(final)

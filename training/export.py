@@ -15,7 +15,7 @@ from training.data.batches import collate
 from training.errors import FailedError
 from training.flow_matching import add_noise
 from training.module import ADAPTER_NAME, lora_layers
-from training.reporting import portable_name, write_model_card
+from training.reporting import portable_name, write_atomically, write_model_card
 
 
 logger = logging.getLogger(__name__)
@@ -203,11 +203,9 @@ def check_lora(pipeline, path, predict, *, dtype):
         FailedError: A layer is missing, has another strength, or the LoRA changes nothing.
     """
     transformer = pipeline.transformer
-    generator = torch.Generator().manual_seed(0)
     trained = {}
     for name, layer in lora_layers(transformer).items():
-        probe = torch.randn(layer.in_features, generator=generator)
-        trained[name] = probe, _delta(layer, ADAPTER_NAME, probe)
+        trained[name] = _factors(layer, ADAPTER_NAME)
     trained_output = predict()
     transformer.unload_lora()
     base_output = predict()
@@ -220,15 +218,16 @@ def check_lora(pipeline, path, predict, *, dtype):
             f"{path.name} was loaded back by diffusers with {len(loaded)} of {len(trained)} layers; differing are "
             f"{', '.join(differing[:5])}."
         )
-    for name, (probe, expected) in trained.items():
+    for name, factors in trained.items():
+        reloaded = _factors(loaded[name], "reloaded")
         # What rounding both factors can change, with room; a wrong strength is off by far more.
-        loaded_dtype = loaded[name].lora_A["reloaded"].weight.dtype
-        tolerance = 4 * max(torch.finfo(dtype).eps, torch.finfo(loaded_dtype).eps)
-        error = (_delta(loaded[name], "reloaded", probe) - expected).norm()
-        if error > tolerance * expected.norm():
+        tolerance = 4 * max(torch.finfo(dtype).eps, torch.finfo(loaded[name].lora_A["reloaded"].weight.dtype).eps)
+        norm = _inner_product(factors, factors)
+        strength = _inner_product(reloaded, factors) / norm if norm > 0 else 1.0
+        if abs(strength - 1) > tolerance:
             raise FailedError(
-                f"{path.name} was loaded back by diffusers with another strength: layer {name} differs by "
-                f"{float(error / expected.norm()):.1%}."
+                f"{path.name} was loaded back by diffusers with another strength: layer {name} has {strength:.1%} of "
+                "the trained one."
             )
     output = predict()
     change = float((trained_output.float() - base_output.float()).norm() / base_output.float().norm())
@@ -237,10 +236,16 @@ def check_lora(pipeline, path, predict, *, dtype):
     return {"layers": len(loaded), "relative_change": change}
 
 
-def _delta(layer, adapter_name, probe):
-    """Return what an adapter adds for the input `probe` (in_features,), in fp32 on the CPU."""
-    a, b = (getattr(layer, key)[adapter_name].weight.detach().float().cpu() for key in ("lora_A", "lora_B"))
-    return layer.scaling[adapter_name] * (b @ (a @ probe))
+def _factors(layer, adapter_name):
+    """Return A (r, in) and strength * B (out, r) of an adapter, in fp64."""
+    a, b = (getattr(layer, key)[adapter_name].weight.detach().double() for key in ("lora_A", "lora_B"))
+    return a, layer.scaling[adapter_name] * b
+
+
+def _inner_product(first, second):
+    """Return the sum over all entries of (B1 @ A1) * (B2 @ A2), without forming the products (out, in)."""
+    (a1, b1), (a2, b2) = first, second
+    return float(((b1.T @ b2) * (a1 @ a2.T)).sum())
 
 
 def save_transformer(transformer, output_dir):
@@ -255,6 +260,10 @@ def save_transformer(transformer, output_dir):
     final, beside = pathlib.Path(output_dir) / "transformer", pathlib.Path(output_dir) / "transformer.tmp"
     shutil.rmtree(beside, ignore_errors=True)
     transformer.save_pretrained(beside)
+    # diffusers writes where the base came from; a path of this machine does not belong into a result.
+    config = json.loads((beside / "config.json").read_text(encoding="utf-8"))
+    config.pop("_name_or_path", None)
+    write_atomically(beside / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     shutil.rmtree(final, ignore_errors=True)
     beside.rename(final)
     return final

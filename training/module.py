@@ -78,7 +78,7 @@ def find_lora_targets(transformer, names, *, never_trained):
         if not matching:
             # The ends of the existing names, without the numbers of the blocks.
             ends = {re.sub(r"^.*?\.\d+\.", "", full) for full in linears}
-            ends |= {end.rsplit(".", parts)[-1] for end in ends for parts in (1,)}
+            ends |= {end.rpartition(".")[2] for end in ends}
             close = difflib.get_close_matches(name, sorted(ends), n=3, cutoff=0.5) or sorted(ends)[:12]
             problems.append(f"{name!r} matches no layer (near: {', '.join(close)})")
         elif not trained and any(full in linears for full in matching):

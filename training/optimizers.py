@@ -2,8 +2,10 @@
 
 import importlib
 import inspect
+import json
 
 import torch
+from diffusers.optimization import get_scheduler
 
 from training.errors import RefusedError
 
@@ -40,7 +42,7 @@ def find_optimizer(args):
 
     arguments = {"lr": args.learning_rate}
     if args.optimizer == "adamw" and torch.cuda.is_available() and "foreach" not in args.optimizer_args:
-        arguments["fused"] = args.optimizer_args.pop("fused", True)  # the default there needs 4 more bytes per weight
+        args.optimizer_args.setdefault("fused", True)  # the default there needs 4 more bytes per weight for a moment
     if args.weight_decay is not None:
         arguments["weight_decay"] = args.weight_decay
     if args.optimizer == "adafactor":
@@ -58,7 +60,26 @@ def find_optimizer(args):
             if key not in parameters:
                 known = ", ".join(name for name in parameters if name not in ("params", "lr", "weight_decay"))
                 raise RefusedError(f"{flags.get(key, '--optimizer_args')}: {path} takes no {key}; it takes {known}.")
+    _try_optimizer(args, path, optimizer_class, arguments)
     return optimizer_class, arguments
+
+
+def _try_optimizer(args, path, optimizer_class, arguments):
+    """Make one step of the optimizer and its schedule on a small weight, so that bad values are refused now."""
+    weight = torch.nn.Parameter(torch.ones(4, 4, device=torch.accelerator.current_accelerator() or "cpu"))
+    weight.grad = torch.ones_like(weight)
+    try:
+        json.dumps(args.optimizer_args)  # as run.json will have them
+        optimizer = optimizer_class([weight], **arguments)
+        schedule = get_scheduler(args.lr_scheduler, optimizer, args.lr_warmup_steps, num_training_steps=10**9)
+        optimizer.step()
+        schedule.step()
+    except Exception as error:  # each class has errors of its own for bad values
+        raise RefusedError(
+            f"--optimizer {args.optimizer} ({path}) does not work with --learning_rate {args.learning_rate}, "
+            f"--lr_scheduler {args.lr_scheduler} and --optimizer_args {args.optimizer_args}: "
+            f"{type(error).__name__}: {error}."
+        ) from None
 
 
 class MasterWeights:

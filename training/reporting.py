@@ -83,7 +83,7 @@ class RunRecord:
 
     def finish(self):
         """Add what was measured."""
-        steps = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
+        steps = read_metrics(self.output_dir / "metrics.jsonl")
         self.content["measured"] = {
             "training_peak_bytes": max((step["device_peak_bytes"] or 0 for step in steps), default=0) or None,
             "host_bytes": max((step["host_rss_bytes"] for step in steps), default=None),
@@ -93,6 +93,12 @@ class RunRecord:
     def _write(self):
         text = json.dumps(self.content, indent=2, ensure_ascii=False)
         write_atomically(self.output_dir / "run.json", text + "\n")
+
+
+def read_metrics(path):
+    """Return the lines of metrics.jsonl, without a last one that a crash cut off."""
+    lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 class Metrics:
@@ -114,8 +120,8 @@ class Metrics:
         self.last_parked_bytes = offload.counters()["parked_bytes"]
         self.last_time = time.perf_counter()
         if accelerator.is_main_process:
-            kept = self.path.read_text(encoding="utf-8").splitlines() if steps.start > 1 and self.path.exists() else []
-            write_json_lines(self.path, [r for r in map(json.loads, kept) if r["step"] < steps.start])
+            kept = read_metrics(self.path) if steps.start > 1 and self.path.exists() else []
+            write_json_lines(self.path, [line for line in kept if line["step"] < steps.start])
         shown = accelerator.is_main_process
         self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc="training", disable=not shown)
 
@@ -229,7 +235,7 @@ def write_model_card(args, *, base_model, num_items, usage):
         tag="lora" if args.training_mode == "lora" else "full-finetune",
         title=f"{base_model.rpartition('/')[2]} {'LoRA' if args.training_mode == 'lora' else 'fine-tune'}",
         num_items=num_items,
-        num_steps=len((output_dir / "metrics.jsonl").read_text().splitlines()),
+        num_steps=max((line["step"] for line in read_metrics(output_dir / "metrics.jsonl")), default=0),
         usage=usage,
         settings="\n".join(settings),
     )

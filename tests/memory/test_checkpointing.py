@@ -313,6 +313,44 @@ def test_tensor_in_two_arguments_of_one_block_is_parked_once():
     y.sum().backward()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_tensor_given_twice_is_one_object_in_the_recomputation(mode):
+    """Some modules ask `query is key`."""
+    seen = []
+
+    def block(x, y, z):
+        seen.append(x is y and y is z["z"])
+        return (x * y + z["z"]).tanh()
+
+    x = torch.randn(40, 32, requires_grad=True) * 1
+    dispatch(block, *MODES[mode], x, y=x, z={"z": x}).sum().backward()
+    assert seen == [True, True]
+
+
+class Features(dict):
+    """A dict subclass, as feature extractors return."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_in_dict_subclasses_are_seen(mode):
+    def block(features):
+        assert isinstance(features, Features)
+        return (features["x"] * 2).tanh()
+
+    x = torch.randn(40, 32)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        weight = torch.ones(1, requires_grad=True)
+        y = dispatch(lambda features: block(features) * weight, *MODES[mode], Features(x=x))
+        x.mul_(2)
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generators_are_refused(mode):
+    with pytest.raises(TypeError, match="torch.Generator"):
+        dispatch(lambda x, generator: x, *MODES[mode], torch.randn(3), generator=torch.Generator())
+
+
 def test_tensor_that_skips_a_block_is_parked_once_and_right():
     """Given to the blocks 0 and 2, not to 1: the graph of block 0 must get its values back."""
 

@@ -148,6 +148,18 @@ def test_scale_is_split_evenly(scale):
         assert torch.equal(tensor * first / first, tensor) and first * second == scale
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_small_ranks_pass_the_check(rank, seed, tmp_path):
+    """Rounding to bf16 must not look like another strength, in whichever direction the factors point."""
+    torch.manual_seed(seed)
+    transformer = trained(rank=rank, alpha=1.5)
+    for layer in lora_layers(transformer).values():
+        torch.nn.init.normal_(layer.lora_A["default"].weight)
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.01)
+    check(transformer, save_lora(transformer, tmp_path, dtype=torch.bfloat16, **EXPORT), torch.bfloat16)
+
+
 # ---------------------------------------------------------------- what the check notices
 
 

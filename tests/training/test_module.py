@@ -217,7 +217,12 @@ def test_fp32_parameters_are_their_own_masters():
 
 def optimizer_flags(optimizer, weight_decay=0.01, **optimizer_args):
     return types.SimpleNamespace(
-        optimizer=optimizer, learning_rate=1e-3, weight_decay=weight_decay, optimizer_args=optimizer_args
+        optimizer=optimizer,
+        learning_rate=1e-3,
+        weight_decay=weight_decay,
+        optimizer_args=optimizer_args,
+        lr_scheduler="constant",
+        lr_warmup_steps=0,
     )
 
 
@@ -250,6 +255,10 @@ def test_adamw_is_that_of_the_defaults():
         (optimizer_flags("adamw", beta=0.9), "takes no beta"),
         (optimizer_flags("adamw", lr=1.0), "--learning_rate"),
         (optimizer_flags("torch.optim.Rprop", weight_decay=0.1), "--weight_decay"),
+        (optimizer_flags("adamw", betas=(2, 3)), "betas"),
+        (optimizer_flags("adamw", betas=0.9), "betas"),
+        (optimizer_flags("adamw", betas={0.9, 0.99}), "JSON"),
+        (optimizer_flags("torch.optim.LBFGS", weight_decay=None), "LBFGS"),
     ],
 )
 def test_optimizers_that_cannot_be(flags, said):

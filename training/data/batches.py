@@ -30,7 +30,8 @@ class BatchPlan:
         self.train_batch_size, self.num_processes = train_batch_size, num_processes
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.samples_per_epoch = len(sizes) * dataset_repeat
-        self.samples_per_step = train_batch_size * num_processes * gradient_accumulation_steps
+        self.samples_per_micro_batch = train_batch_size * num_processes
+        self.samples_per_step = self.samples_per_micro_batch * gradient_accumulation_steps
         self._units = []
         self._stream = self._unit_stream(sizes, dataset_repeat, seed)
 
@@ -68,7 +69,7 @@ class BatchPlan:
 
     def _bucket_stream(self, number, indices, seed):
         """Yield (time in epochs, unit) of one bucket."""
-        unit_size = self.train_batch_size * self.num_processes
+        unit_size = self.samples_per_micro_batch
         items = self._shuffled_for_ever(number, indices, seed)
         jitter = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number, 1])))
         for slot in itertools.count():
@@ -111,7 +112,9 @@ def plan_batches(args, records, num_processes, *, resumed=None):
             f"--resume_from_checkpoint: the checkpoint is at step {resumed['step']}, this run ends at step "
             f"{last_step}; raise --max_train_steps or --num_train_epochs."
         )
-    for name in ("samples_per_step", "samples_per_epoch"):
+    several_sizes = len({tuple(record["used"]["size"]) for record in records}) > 1
+    # Items of one size come in the same order however a step is split; with several sizes the split decides.
+    for name in ("samples_per_step", "samples_per_epoch", *["samples_per_micro_batch"] * several_sizes):
         if getattr(batches, name) != resumed[name]:
             raise RefusedError(
                 f"--resume_from_checkpoint: this run has {getattr(batches, name)} {name.replace('_', ' ')}, that of "

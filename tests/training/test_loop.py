@@ -1,0 +1,110 @@
+"""The loop against arithmetic: one weight, plain gradient descent."""
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from train_qwen_image import FAMILY
+from training.arguments import parse_args
+from training.data.batches import TrainingDataset, plan_batches
+from training.errors import FailedError
+from training.flow_matching import Draw, SigmaLaw
+from training.launch import start_accelerator
+from training.loop import train
+from training.module import DiffusionTrainingModule
+from training.optimizers import find_optimizer
+
+
+LAW = SigmaLaw("uniform")
+NUM_ITEMS = 6
+
+
+class Scale(DiffusionTrainingModule):
+    """Predicts weight * noisy latents."""
+
+    def __init__(self):
+        super().__init__(torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.tensor(0.5))}))
+        self.timesteps = []
+
+    def predict(self, noisy_latents, timestep, batch):
+        self.timesteps += timestep.tolist()
+        return self.transformer["weight"] * noisy_latents
+
+
+def make_dataset():
+    generator = torch.Generator().manual_seed(0)
+    samples = [
+        {"id": str(n), "latents": torch.randn(2, 4, 4, generator=generator), "prompt_embeds": torch.zeros(1, 1)}
+        for n in range(NUM_ITEMS)
+    ]
+    return TrainingDataset(samples, [LAW] * NUM_ITEMS, seed=42)
+
+
+def run(tmp_path, *flags, module=None):
+    """Train and return the module and the order of the samples."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    required = ["--pretrained_model_name_or_path", "-", "--dataset_path", "-", "--output_dir", str(tmp_path)]
+    flags = [*required, "--training_mode", "full", "--optimizer", "torch.optim.SGD", "--learning_rate", "0.1", *flags]
+    args = parse_args(flags, description="", values=FAMILY)
+    batches, last_step = plan_batches(args, [{"used": {"size": [4, 4]}}] * NUM_ITEMS, 1)
+    module, dataset = module or Scale(), make_dataset()
+    optimizer_class, arguments = find_optimizer(args)
+    accelerator = start_accelerator(args)
+    steps = range(1, last_step + 1)
+    train(accelerator, module, dataset, batches, args, optimizer_class=optimizer_class,
+          optimizer_arguments=arguments, steps=steps)  # fmt: skip
+    return module, [batches.step(step) for step in steps]
+
+
+def descend(order, max_grad_norm=None):
+    """The same training by hand: the gradient of the mean loss over each global batch."""
+    weight, dataset = 0.5, make_dataset()
+    for step, items in enumerate(order, 1):
+        gradient = 0.0
+        for position, index in enumerate(items):
+            draw, latents = Draw(42, step, position), dataset.samples[index]["latents"].double()
+            noise, sigma = draw.noise(latents.shape).double(), draw.sigma(LAW)
+            noisy = (1 - sigma) * latents + sigma * noise
+            gradient += float((2 * (weight * noisy - (noise - latents)) * noisy).mean()) / len(items)
+        if max_grad_norm is not None and abs(gradient) > max_grad_norm:
+            gradient *= max_grad_norm / abs(gradient)
+        weight -= 0.1 * gradient
+    return weight
+
+
+@pytest.mark.parametrize("batch, accumulation", [(4, 1), (2, 2), (1, 4), (1, 1), (6, 1), (3, 4)])
+def test_update_is_that_of_the_mean_over_the_global_batch(batch, accumulation, tmp_path):
+    flags = ["--train_batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
+    module, order = run(tmp_path, *flags, "--max_train_steps", "4", "--max_grad_norm", "0")
+    assert all(len(items) == batch * accumulation for items in order)
+    assert module.transformer["weight"].item() == pytest.approx(descend(order), rel=1e-5)
+
+
+def test_clipping(tmp_path):
+    module, order = run(tmp_path, "--max_train_steps", "4", "--max_grad_norm", "0.05")
+    clipped = descend(order, max_grad_norm=0.05)
+    assert module.transformer["weight"].item() == pytest.approx(clipped, rel=1e-5)
+    assert abs(clipped - descend(order)) > 1e-3
+
+
+def test_the_transformer_is_told_the_sigma_of_the_noise(tmp_path):
+    module, order = run(tmp_path, "--max_train_steps", "3", "--train_batch_size", "2")
+    sigmas = [Draw(42, step, p).sigma(LAW) for step, items in enumerate(order, 1) for p in range(len(items))]
+    expected = [torch.tensor(sigma, dtype=torch.float32).mul(1000).item() for sigma in sigmas]
+    assert module.timesteps == expected
+
+
+@pytest.mark.parametrize("num_epochs, num_steps", [(1, 2), (2, 3)])
+def test_epochs_become_optimizer_steps(num_epochs, num_steps, tmp_path):
+    """Six items in global batches of four: the last step of an epoch goes on into the next."""
+    flags = ["--train_batch_size", "2", "--gradient_accumulation_steps", "2", "--num_train_epochs", str(num_epochs)]
+    _, order = run(tmp_path, *flags)
+    assert len(order) == num_steps
+
+
+def test_silent_parameter_stops_the_run_with_its_name(tmp_path):
+    module = Scale()
+    module.transformer["forgotten"] = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(FailedError, match="transformer.forgotten"):
+        run(tmp_path, "--max_train_steps", "4", module=module)
