@@ -131,13 +131,16 @@ def main(args):
     make_output_dir(output_dir)
 
     # ---- the encoders, each used once and let go
-    prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
+    with refuse_unreadable_model(args):
+        pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path)
+        prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
+        vae = pipeline.load_vae(model, device="cpu", **hub)
     captions = [row.caption for row in rows] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
     warn_of_truncated_captions(captions, partial(pipeline.count_prompt_tokens, prompt_encoder))
     embeds = encode_captions(captions, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
     del prompt_encoder
     free_memory()
-    vae = pipeline.load_vae(model, device=accelerator.device, **hub)
+    vae.to(accelerator.device)
     latents = encode_images(rows, records, partial(pipeline.encode_image, vae), accelerator)
     del vae
     free_memory()
@@ -153,7 +156,8 @@ def main(args):
     )
 
     # ---- the transformer
-    transformer = pipeline.load_transformer(model, dtype=dtype, transformer_path=args.transformer_path, **hub)
+    with refuse_unreadable_model(args):
+        transformer = pipeline.load_transformer(model, dtype=dtype, transformer_path=args.transformer_path, **hub)
     if args.training_mode == "lora":
         add_lora(transformer, targets, args)
     else:

@@ -4,6 +4,7 @@ Shapes: B batch, H W latent height and width (pixels / 8), C latent channels (16
 L text tokens, J width of the text encoder, D width of the transformer.
 """
 
+import glob
 import math
 import os
 
@@ -17,6 +18,7 @@ from diffusers import (
 )
 from diffusers.models.transformers.transformer_qwenimage import compute_text_seq_len_from_mask
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from safetensors import SafetensorError, safe_open
 
 from memory.checkpointing import gradient_checkpoint_forward
 from memory.plan import per_block
@@ -76,6 +78,39 @@ def load_transformer_skeleton(pretrained_model_name_or_path, *, transformer_path
         config = QwenImageTransformer2DModel.load_config(transformer_path)
     with init_empty_weights():
         return QwenImageTransformer2DModel.from_config(config)
+
+
+def check_weights(skeleton, pretrained_model_name_or_path, *, transformer_path=None):
+    """Check from the headers of safetensors files on this machine that they hold every tensor of the transformer.
+
+    Args:
+        skeleton (`QwenImageTransformer2DModel`): From `load_transformer_skeleton`.
+
+    Raises:
+        OSError: There is no such file.
+        ValueError: Tensors are missing, and would be trained from random values.
+    """
+    folder = os.path.join(pretrained_model_name_or_path, "transformer")
+    if transformer_path is None and not os.path.isdir(pretrained_model_name_or_path):
+        return  # on the hub, whose files come with an index of their own
+    path = transformer_path or folder
+    files = [path] if os.path.isfile(path) else sorted(glob.glob(os.path.join(path, "*.safetensors")))
+    if not files:
+        raise OSError(f"there is no safetensors file in {path}")
+    names = set()
+    for file in files:
+        try:
+            with safe_open(file, "pt") as content:
+                names.update(content.keys())
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a safetensors file ({error})") from None
+    expected = skeleton.state_dict()
+    missing = [name for name in expected if name not in names]
+    if missing:
+        raise ValueError(
+            f"{path} lacks {len(missing)} of {len(expected)} tensors, such as {missing[0]}; it holds {len(names)}, "
+            f"such as {min(names, default='none')}"
+        )
 
 
 def never_trained_modules(transformer):

@@ -71,14 +71,16 @@ def _try_optimizer(args, path, optimizer_class, arguments):
     try:
         json.dumps(args.optimizer_args)  # as run.json will have them
         optimizer = optimizer_class([weight], **arguments)
-        schedule = get_scheduler(args.lr_scheduler, optimizer, args.lr_warmup_steps, num_training_steps=10**9)
+        schedule = get_scheduler(
+            args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=10**9
+        )
         optimizer.step()
         schedule.step()
     except Exception as error:  # each class has errors of its own for bad values
         raise RefusedError(
             f"--optimizer {args.optimizer} ({path}) does not work with --learning_rate {args.learning_rate}, "
             f"--lr_scheduler {args.lr_scheduler} and --optimizer_args {args.optimizer_args}: "
-            f"{type(error).__name__}: {error}."
+            f"{type(error).__name__}: {str(error).rstrip('.')}."
         ) from None
 
 

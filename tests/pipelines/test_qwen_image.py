@@ -246,14 +246,31 @@ def test_transformer_from_a_folder_and_from_one_file(tiny_qwen_image, tmp_path):
     changed = QwenImageTransformer2DModel.from_config(original.config)
     changed.load_state_dict(weights)
     changed.save_pretrained(tmp_path / "transformer")
-    prefixed = {f"model.diffusion_model.{name}": tensor.contiguous() for name, tensor in weights.items()}
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, tmp_path / "one.safetensors")
-    save_file(prefixed, tmp_path / "prefixed.safetensors")
     for path in ("transformer", "one.safetensors"):
         loaded = qwen_image.load_transformer(model, dtype=torch.float32, transformer_path=str(tmp_path / path))
         for name, tensor in loaded.state_dict().items():
             assert torch.equal(tensor, weights[name]), name
     assert set(load_file(tmp_path / "one.safetensors")) == set(weights)
+
+
+def test_incomplete_weights_are_noticed_before_they_load(tiny_qwen_image, tmp_path):
+    model = str(tiny_qwen_image)
+    skeleton = qwen_image.load_transformer_skeleton(model)
+    qwen_image.check_weights(skeleton, model)
+    weights = load_file(tiny_qwen_image / "transformer" / "diffusion_pytorch_model.safetensors")
+    save_file(
+        {f"model.diffusion_model.{name}": tensor for name, tensor in weights.items()}, tmp_path / "p.safetensors"
+    )
+    del weights["proj_out.bias"]
+    save_file(weights, tmp_path / "cut.safetensors")
+    (tmp_path / "text.safetensors").write_text("not weights")
+    (tmp_path / "empty").mkdir()
+    for path, said in [("p", "lacks"), ("cut", "lacks 1 of .* proj_out.bias"), ("text", "not a safetensors file")]:
+        with pytest.raises(ValueError, match=said):
+            qwen_image.check_weights(skeleton, model, transformer_path=str(tmp_path / f"{path}.safetensors"))
+    with pytest.raises(OSError, match="no safetensors file"):
+        qwen_image.check_weights(skeleton, model, transformer_path=str(tmp_path / "empty"))
 
 
 def test_never_trained_modules_are_those_without_gradient():
