@@ -108,6 +108,16 @@ def test_same_bytes_again_and_in_every_memory_mode(flags, lora_run, train):
     assert without_measurements(metrics(other)) == without_measurements(metrics(lora_run))
 
 
+def test_same_bytes_when_the_inputs_are_really_parked(lora_run, script, tiny_qwen_image, photos, tmp_path):
+    """At this size every tensor is below the threshold, so the threshold is lowered."""
+    program = "import memory.offload, runpy; memory.offload.MIN_PARKED_BYTES = 512; "
+    program += "runpy.run_path('train_qwen_image.py', run_name='__main__')"
+    required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos, "--output_dir", tmp_path]
+    script("-c", program, *required, *LORA, "--use_gradient_checkpointing_offload")
+    assert all(line["offloaded_bytes"] > 0 for line in metrics(tmp_path))
+    assert (tmp_path / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
+
+
 def test_resume_gives_the_same_bytes(lora_run, train, tmp_path):
     output_dir = tmp_path / "out"
     output_dir.mkdir()
