@@ -21,6 +21,7 @@ from diffusers import QwenImageTransformer2DModel
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+from pipelines.qwen_image import never_trained_modules  # noqa: E402
 from train_qwen_image import FAMILY, QwenImageTrainingModule  # noqa: E402
 from training.arguments import parse_args  # noqa: E402
 from training.data.batches import TrainingDataset, collate, plan_batches  # noqa: E402
@@ -44,10 +45,7 @@ def make_module():
         joint_attention_dim=64,
         axes_dims_rope=(8, 12, 12),
     )
-    train_all_weights(transformer, never_trained=[])
-    for name, parameter in transformer.named_parameters():
-        # The tensors that get no gradient, which the loop would refuse.
-        parameter.requires_grad_("transformer_blocks.3.txt_mlp" not in name and "3.attn.to_add_out" not in name)
+    train_all_weights(transformer, never_trained=never_trained_modules(transformer))
     return QwenImageTrainingModule(transformer)
 
 
