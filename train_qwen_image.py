@@ -46,8 +46,8 @@ from memory.plan import MemoryPlan
 from pipelines import qwen_image as pipeline
 from training.checkpoints import find_checkpoint
 from training.data.batches import TrainingDataset, plan_batches
-from training.data.encoding import encode_captions, encode_images, warn_of_truncated_captions
-from training.data.images import inspect_rows
+from training.data.encoding import encode_captions, encode_media, warn_of_truncated_captions
+from training.data.images import inspect_rows, read_picture
 from training.data.metadata import read_rows
 from training.errors import refuse_unreadable_model
 from training.export import export
@@ -110,6 +110,13 @@ def main(args):
     # ---- all that can be refused, before a model is loaded
     optimizer_class, optimizer_arguments = find_optimizer(args)
     checkpoint, resumed = find_checkpoint(args)
+    with refuse_unreadable_model(args):
+        skeleton = pipeline.load_transformer_skeleton(model, transformer_path=args.transformer_path, **hub)
+        scheduler = pipeline.load_scheduler(model, **hub)
+    never_trained = pipeline.never_trained_modules(skeleton)
+    if args.training_mode == "lora":
+        targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
+    plan = MemoryPlan.from_args(args, pipeline.block_lists(skeleton))
     rows = read_rows(
         args.dataset_path,
         dataset_metadata=args.dataset_metadata,
@@ -120,14 +127,12 @@ def main(args):
     records = inspect_rows(
         rows, height=args.height, width=args.width, max_pixels=args.max_pixels, divisor=pipeline.SIZE_DIVISOR
     )
-    with refuse_unreadable_model(args):
-        skeleton = pipeline.load_transformer_skeleton(model, transformer_path=args.transformer_path, **hub)
-        scheduler = pipeline.load_scheduler(model, **hub)
-    never_trained = pipeline.never_trained_modules(skeleton)
-    if args.training_mode == "lora":
-        targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
-    plan = MemoryPlan.from_args(args, {"transformer_blocks": len(skeleton.transformer_blocks)})
-    batches, last_step = plan_batches(args, records, accelerator.num_processes, resumed=resumed)
+    items = [(row, record) for row, record in zip(rows, records, strict=True) if record["decision"] == "used"]
+    sizes = [record["used"]["size"] for _, record in items]
+    laws = [sigma_law(args, pipeline.sigma_shift(scheduler, height, width)) for width, height in sizes]
+    batches, last_step = plan_batches(
+        args, [record for _, record in items], accelerator.num_processes, resumed=resumed
+    )
     make_output_dir(output_dir)
 
     # ---- the encoders, each used once and let go
@@ -135,21 +140,22 @@ def main(args):
         pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path)
         prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
         vae = pipeline.load_vae(model, device="cpu", **hub)
-    captions = [row.caption for row in rows] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
+    captions = [row.caption for row, _ in items] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
     warn_of_truncated_captions(captions, partial(pipeline.count_prompt_tokens, prompt_encoder))
     embeds = encode_captions(captions, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
     del prompt_encoder
     free_memory()
     vae.to(accelerator.device)
-    latents = encode_images(rows, records, partial(pipeline.encode_image, vae), accelerator)
+    encoded = encode_media(items, read_picture, partial(pipeline.encode_image, vae), accelerator)
     del vae
     free_memory()
+    samples = [
+        {"id": row.id, "prompt_embeds": embeds[row.caption], **tensors}
+        for (row, _), tensors in zip(items, encoded, strict=True)
+    ]
     dataset = TrainingDataset(
-        [
-            {"id": row.id, "latents": latent, "prompt_embeds": embeds[row.caption]}
-            for row, latent in zip(rows, latents, strict=True)
-        ],
-        [sigma_law(args, pipeline.sigma_shift(scheduler, *latent.shape[-2:])) for latent in latents],
+        samples,
+        laws,
         seed=args.seed,
         caption_dropout=args.caption_dropout,
         dropped_prompt_embeds=embeds.get(DROPPED_CAPTION),

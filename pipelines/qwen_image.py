@@ -4,12 +4,10 @@ Shapes: B batch, H W latent height and width (pixels / 8), C latent channels (16
 L text tokens, J width of the text encoder, D width of the transformer.
 """
 
-import glob
+import functools
 import math
-import os
 
 import torch
-from accelerate import init_empty_weights
 from diffusers import (
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
@@ -18,10 +16,10 @@ from diffusers import (
 )
 from diffusers.models.transformers.transformer_qwenimage import compute_text_seq_len_from_mask
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
-from safetensors import SafetensorError, safe_open
 
 from memory.checkpointing import gradient_checkpoint_forward
 from memory.plan import per_block
+from pipelines import loading
 
 
 # The VAE halves each side three times and the transformer takes patches of 2x2 latents.
@@ -48,69 +46,10 @@ def load_vae(pretrained_model_name_or_path, *, device, **hub):
     return vae.to(device)
 
 
-def load_transformer(pretrained_model_name_or_path, *, dtype, transformer_path=None, **hub):
-    """Load the transformer on the CPU.
-
-    Args:
-        transformer_path (`str`, *optional*):
-            A `transformer/` folder, or one safetensors file, that replaces the one of the pipeline.
-    """
-    if transformer_path is None:
-        return QwenImageTransformer2DModel.from_pretrained(
-            pretrained_model_name_or_path, subfolder="transformer", dtype=dtype, **hub
-        )
-    if transformer_path.endswith(".safetensors"):
-        # Qwen-Image has the same names in both layouts; the config comes from the pipeline.
-        return QwenImageTransformer2DModel.from_single_file(
-            transformer_path, config=pretrained_model_name_or_path, subfolder="transformer", dtype=dtype
-        )
-    return QwenImageTransformer2DModel.from_pretrained(transformer_path, dtype=dtype)
-
-
-def load_transformer_skeleton(pretrained_model_name_or_path, *, transformer_path=None, **hub):
-    """Build the transformer from its config alone, without memory for its weights, to look at names and counts."""
-    hub.pop("variant", None)  # names weights, not configs
-    if transformer_path is None or transformer_path.endswith(".safetensors"):
-        if transformer_path is not None and not os.path.isfile(transformer_path):
-            raise OSError(f"there is no file {transformer_path}")
-        config = QwenImageTransformer2DModel.load_config(pretrained_model_name_or_path, subfolder="transformer", **hub)
-    else:
-        config = QwenImageTransformer2DModel.load_config(transformer_path)
-    with init_empty_weights():
-        return QwenImageTransformer2DModel.from_config(config)
-
-
-def check_weights(skeleton, pretrained_model_name_or_path, *, transformer_path=None):
-    """Check from the headers of safetensors files on this machine that they hold every tensor of the transformer.
-
-    Args:
-        skeleton (`QwenImageTransformer2DModel`): From `load_transformer_skeleton`.
-
-    Raises:
-        OSError: There is no such file.
-        ValueError: Tensors are missing, and would be trained from random values.
-    """
-    folder = os.path.join(pretrained_model_name_or_path, "transformer")
-    if transformer_path is None and not os.path.isdir(pretrained_model_name_or_path):
-        return  # on the hub, whose files come with an index of their own
-    path = transformer_path or folder
-    files = [path] if os.path.isfile(path) else sorted(glob.glob(os.path.join(path, "*.safetensors")))
-    if not files:
-        raise OSError(f"there is no safetensors file in {path}")
-    names = set()
-    for file in files:
-        try:
-            with safe_open(file, "pt") as content:
-                names.update(content.keys())
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a safetensors file ({error})") from None
-    expected = skeleton.state_dict()
-    missing = [name for name in expected if name not in names]
-    if missing:
-        raise ValueError(
-            f"{path} lacks {len(missing)} of {len(expected)} tensors, such as {missing[0]}; it holds {len(names)}, "
-            f"such as {min(names, default='none')}"
-        )
+load_transformer = functools.partial(loading.load_transformer, QwenImageTransformer2DModel)
+load_transformer_skeleton = functools.partial(loading.load_transformer_skeleton, QwenImageTransformer2DModel)
+load_scheduler = functools.partial(loading.load_scheduler, FlowMatchEulerDiscreteScheduler)
+check_weights = loading.check_weights
 
 
 def never_trained_modules(transformer):
@@ -121,12 +60,6 @@ def never_trained_modules(transformer):
     """
     last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}"
     return [f"{last}.{name}" for name in ("attn.to_add_out", "txt_mlp", "attn.add_q_proj", "attn.norm_added_q")]
-
-
-def load_scheduler(pretrained_model_name_or_path, **hub):
-    """Load the scheduler, whose config says how sigmas are shifted."""
-    hub.pop("variant", None)  # there are no weights to choose from
-    return FlowMatchEulerDiscreteScheduler.from_pretrained(pretrained_model_name_or_path, subfolder="scheduler", **hub)
 
 
 @torch.no_grad()
@@ -153,19 +86,20 @@ def count_prompt_tokens(pipeline, prompt):
 
 @torch.no_grad()
 def encode_image(vae, pixel_values):
-    """Encode pictures to normalised latents: the mode of the posterior, (z - mean) / std.
+    """Encode a picture to all that a sample of it holds beside its caption.
 
     Args:
         vae (`AutoencoderKLQwenImage`)
-        pixel_values (`torch.Tensor` of shape (B, 3, 8 * H, 8 * W)): In [-1, 1].
+        pixel_values (`torch.Tensor` of shape (3, 8 * H, 8 * W)): In [-1, 1].
 
     Returns:
-        `torch.Tensor` of shape (B, C, H, W), fp32.
+        `dict` with `latents` (C, H, W) in fp32: the mode of the posterior, normalised, (z - mean) / std.
     """
-    latents = vae.encode(pixel_values.unsqueeze(2).to(vae.device, vae.dtype)).latent_dist.mode()  # (B, C, 1, H, W)
+    pixel_values = pixel_values[None, :, None].to(vae.device, vae.dtype)  # (1, 3, 1, 8 * H, 8 * W)
+    latents = vae.encode(pixel_values).latent_dist.mode()  # (1, C, 1, H, W)
     mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1).to(latents)
     std = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1).to(latents)
-    return ((latents - mean) / std).squeeze(2).float()  # (B, C, H, W)
+    return {"latents": ((latents - mean) / std)[0, :, 0].float()}
 
 
 def pack_latents(latents):
@@ -186,17 +120,22 @@ def sigma_shift(scheduler, height, width):
 
     Args:
         scheduler (`FlowMatchEulerDiscreteScheduler`)
-        height, width (`int`): Of the latents.
+        height, width (`int`): In pixels.
     """
     config = scheduler.config
     mu = calculate_shift(
-        height // 2 * (width // 2),
+        height // SIZE_DIVISOR * (width // SIZE_DIVISOR),
         config.get("base_image_seq_len", 256),
         config.get("max_image_seq_len", 4096),
         config.get("base_shift", 0.5),
         config.get("max_shift", 1.15),
     )
     return math.exp(mu)
+
+
+def block_lists(transformer):
+    """Return the number of blocks by the name of their list, in the order in which they run."""
+    return {"transformer_blocks": len(transformer.transformer_blocks)}
 
 
 def model_fn_qwen_image(

@@ -495,7 +495,7 @@ def main():
     pipeline.set_progress_bar_config(disable=True)
     pictures = [cover_and_crop(open_image(photos / f"{name}.png"), SIZE, SIZE) for name in CAPTIONS]
     pixel_values = torch.stack([to_tensor(picture) for picture in pictures]).to(device)  # (B, 3, 8 * H, 8 * W)
-    latents = family.encode_image(pipeline.vae, pixel_values)  # (B, C, H, W)
+    latents = torch.stack([family.encode_image(pipeline.vae, picture)["latents"] for picture in pixel_values])
     with torch.no_grad():
         prompt_embeds, prompt_embeds_mask = pipeline.encode_prompt(list(CAPTIONS.values()))  # (B, L, J), (B, L)
     base_samples = sample(pipeline)

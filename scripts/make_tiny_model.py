@@ -1,12 +1,24 @@
 """Write a tiny random-weight pipeline folder in diffusers layout, for tests and for the demo.
 
     python scripts/make_tiny_model.py --family qwen_image --output outputs/tiny-qwen-image
+    python scripts/make_tiny_model.py --family wan_t2v --output outputs/tiny-wan-t2v
 
 The classes are the real ones, only their sizes are small: stock `DiffusionPipeline.from_pretrained(DIR)` loads the
-folder and samples meaningless pictures from it. Nothing is downloaded. A transformer that can memorise a few pictures:
+folder and samples meaningless pictures or videos from it. Nothing is downloaded. A transformer that can memorise a few
+pictures:
 
     python scripts/make_tiny_model.py --family qwen_image --output outputs/small-qwen-image \
         --num_layers 4 --num_attention_heads 4 --attention_head_dim 32
+
+The Wan families are the published kinds of folder:
+
+    wan_t2v         Wan 2.1 text to video: WanPipeline
+    wan_i2v         Wan 2.1 image to video: WanImageToVideoPipeline with an image encoder, 36 input channels
+    wan_flf2v       Wan 2.1 first and last frame to video: as wan_i2v, with a position table for two images
+    wan_ti2v        Wan 2.2 5B, text or image to video: WanPipeline, and WanImageToVideoPipeline opens it too; the VAE
+                    has 48 channels at a sixteenth of the size, and every token its own timestep
+    wan_t2v_a14b    Wan 2.2 A14B text to video: as wan_t2v, with two transformers
+    wan_i2v_a14b    Wan 2.2 A14B image to video: 36 input channels, two transformers, no image encoder
 
 On one machine the same flags give byte-identical files. Weights are fp32; load them in any dtype.
 """
@@ -14,7 +26,10 @@ On one machine the same flags give byte-identical files. Weights are fp32; load 
 import argparse
 import json
 import logging
+import math
 import re
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 
@@ -43,7 +58,8 @@ QWEN_SPECIAL_TOKENS = (
 )
 
 # fmt: off
-# Statistics of the real VAE's latents (Qwen/Qwen-Image, vae/config.json), one number per channel.
+# Statistics of the real VAE's latents (Qwen/Qwen-Image, vae/config.json), one number per channel. Wan 2.1's, and that
+# of the A14B models, has the same.
 QWEN_LATENTS_MEAN = (
     -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
     0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
@@ -51,6 +67,23 @@ QWEN_LATENTS_MEAN = (
 QWEN_LATENTS_STD = (
     2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
     3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.916,
+)
+# Those of Wan-AI/Wan2.2-TI2V-5B-Diffusers.
+WAN_TI2V_LATENTS_MEAN = (
+    -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557,
+    -0.1382, 0.0542, 0.2813, 0.0891, 0.157, -0.0098, 0.0375, -0.1825,
+    -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502,
+    -0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.123,
+    -0.0313, -0.1649, 0.0117, 0.0723, -0.2839, -0.2083, -0.052, 0.3748,
+    0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667,
+)
+WAN_TI2V_LATENTS_STD = (
+    0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.499, 0.4818, 0.5013,
+    0.8158, 1.0344, 0.5894, 1.0901, 0.6885, 0.6165, 0.8454, 0.4978,
+    0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659,
+    0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093,
+    0.5709, 0.6065, 0.6415, 0.4944, 0.5726, 1.2042, 0.5458, 1.6887,
+    0.3971, 1.06, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
 )
 # fmt: on
 
@@ -71,6 +104,21 @@ QWEN_SCHEDULER_CONFIG = {
     "use_exponential_sigmas": False,
     "use_karras_sigmas": False,
 }
+
+# Wan-AI's scheduler/scheduler_config.json, without the shift.
+WAN_SCHEDULER_CONFIG = {
+    "num_train_timesteps": 1000,
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "solver_order": 2,
+    "solver_type": "bh2",
+    "predict_x0": True,
+    "lower_order_final": True,
+    "final_sigmas_type": "zero",
+}
+
+# The Wan pipelines pad every prompt to this length, and the transformer takes what stands before it for image tokens.
+WAN_PROMPT_LENGTH = 512
 
 
 def axes_dims_rope(attention_head_dim):
@@ -93,6 +141,21 @@ def axes_dims_rope(attention_head_dim):
     frame = max(8, attention_head_dim // 32 * 4)
     side = (attention_head_dim - frame) // 2
     return frame, side, side
+
+
+def check_wan_head_dim(attention_head_dim):
+    """Refuse a head's width that Wan's rotary embedding cannot split over its axes.
+
+    `WanRotaryPosEmbed` gives height and width two numbers for every six, and the frame axis the rest.
+
+    Args:
+        attention_head_dim (`int`): width of one head; even, at least 6.
+
+    Raises:
+        ValueError: if an axis would get an odd number or nothing.
+    """
+    if attention_head_dim < 6 or attention_head_dim % 2 != 0:
+        raise ValueError(f"attention_head_dim must be even and at least 6, not {attention_head_dim}.")
 
 
 def make_qwen_tokenizer(template, num_prefix_tokens):
@@ -144,6 +207,46 @@ def make_qwen_tokenizer(template, num_prefix_tokens):
     return tokenizer
 
 
+def make_wan_tokenizer():
+    """Count the words of the captions into a Unigram model with byte fallback, as umt5's is.
+
+    The words of the captions are single tokens, other words fall apart into letters, and what is not ASCII into bytes.
+    The model is made by hand because the library's trainer gives other pieces on every run. The class is the one that
+    the installed transformers has for umt5: its `T5Tokenizer` drops the byte fallback on loading.
+
+    Returns:
+        `transformers.TokenizersBackend`: encodes any text, appends `</s>`; ids of pad, eos and unk are 0, 1 and 2.
+    """
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
+    from tokenizers.models import Unigram
+    from transformers import TokenizersBackend
+
+    words = Counter(re.findall(r"\w+", " ".join(CAPTIONS)))
+    letter_score = -math.log(words.total()) - 1  # below any word's, so that a word is never spelt
+    vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    # So low that a caption with the text "<0x41>" is spelt too.
+    vocab += [(f"<0x{byte:02X}>", -100.0) for byte in range(256)]
+    vocab += [("▁" + word, round(math.log(count / words.total()), 3)) for word, count in words.most_common()]
+    known = {piece for piece, _ in vocab}
+    letters = ["▁", *map(chr, range(0x21, 0x7F))]
+    vocab += [(letter, round(letter_score, 3)) for letter in letters if letter not in known]
+
+    backend = Tokenizer(Unigram(vocab, unk_id=2, byte_fallback=True))
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    return TokenizersBackend(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=WAN_PROMPT_LENGTH,
+    )
+
+
 def preserve_variance(model):
     """Redraw the weights of all linear and convolution layers so that outputs vary as much as inputs, in place.
 
@@ -160,15 +263,16 @@ def preserve_variance(model):
             nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
 
 
-def normalize_vae(vae):
-    """Give a random image VAE the statistics of a trained one, in place.
+def normalize_vae(vae, num_frames=1):
+    """Give a random VAE the statistics of a trained one, in place.
 
     As built, its latents of different images differ by less than a hundredth of `latents_std`. Here the last layers
-    are scaled, so that over smooth random images the normalised latents have mean 0 and standard deviation 1 in every
+    are scaled, so that over smooth random clips the normalised latents have mean 0 and standard deviation 1 in every
     channel, and decoded pictures have contrast.
 
     Args:
-        vae (`AutoencoderKLQwenImage`): freshly built; its config gives the statistics.
+        vae (`AutoencoderKLQwenImage` or `AutoencoderKLWan`): freshly built; its config gives the statistics.
+        num_frames (`int`, *optional*, defaults to 1): frames of a clip, one more than a multiple of 4.
     """
     import torch
     from torch import nn
@@ -185,15 +289,20 @@ def normalize_vae(vae):
     z_dim = vae.config.z_dim
     latents_mean, latents_std = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
     with torch.no_grad():
-        images = nn.functional.interpolate(torch.randn(16, 3, 8, 8), size=(64, 64), mode="bicubic").clamp(-1, 1)
-        latents = vae.encode(images.unsqueeze(2)).latent_dist.mode().transpose(0, 1).flatten(1)  # [z_dim, values]
+        # A clip goes over from one picture to another.
+        pictures = torch.randn(16 * min(num_frames, 2), 3, 8, 8)
+        pictures = nn.functional.interpolate(pictures, size=(64, 64), mode="bicubic").clamp(-1, 1)
+        share = torch.linspace(0, 1, num_frames).view(-1, 1, 1)
+        clips = torch.lerp(pictures[:16].unsqueeze(2), pictures[-16:].unsqueeze(2), share)
+        encoded = vae.encode(clips).latent_dist.mode()
+        latents = encoded.transpose(0, 1).flatten(1)  # [z_dim, values]
         scale = rounded(latents_std / latents.std(dim=1))
         # The first half of the output channels is the posterior's mean, the other half its log variance.
         vae.quant_conv.weight[:z_dim] *= scale.view(z_dim, 1, 1, 1, 1)
         vae.quant_conv.bias[:z_dim] = rounded(latents_mean - scale * latents.mean(dim=1))
 
         shape = (1, z_dim, 1, 1, 1)
-        latents = torch.randn(16, z_dim, 1, 8, 8) * latents_std.view(shape) + latents_mean.view(shape)
+        latents = torch.randn_like(encoded) * latents_std.view(shape) + latents_mean.view(shape)
         vae.decoder.conv_out.weight *= 0.1  # away from the bounds where `decode` clips
         vae.decoder.conv_out.weight *= rounded(0.4 / vae.decode(latents).sample.std().view(1))
 
@@ -295,7 +404,148 @@ def make_qwen_image(num_layers, num_attention_heads, attention_head_dim):
     )
 
 
-FAMILIES = {"qwen_image": make_qwen_image}
+def make_wan(
+    num_layers,
+    num_attention_heads,
+    attention_head_dim,
+    *,
+    image_to_video=False,
+    num_image_embeds=0,
+    boundary_ratio=None,
+    expand_timesteps=False,
+    flow_shift=3.0,
+):
+    """Build a tiny `WanPipeline` or `WanImageToVideoPipeline` from torch's global random state.
+
+    Args:
+        num_layers (`int`): number of transformer blocks.
+        num_attention_heads (`int`): attention heads of the transformer.
+        attention_head_dim (`int`): width of one head.
+        image_to_video (`bool`, *optional*, defaults to `False`):
+            Whether the transformer takes a mask and a condition beside the noise: 36 input channels.
+        num_image_embeds (`int`, *optional*, defaults to 0):
+            Number of images that the image encoder sees, at most 2; 0 is without an image encoder.
+        boundary_ratio (`float`, *optional*):
+            Share of the noise above which `transformer` works and below which `transformer_2` does. There is one
+            transformer without it.
+        expand_timesteps (`bool`, *optional*, defaults to `False`):
+            Whether there is one timestep per token, and the VAE of 48 channels: the 5B model.
+        flow_shift (`float`, *optional*, defaults to 3.0): shift of the scheduler.
+
+    Returns:
+        `WanPipeline` or `WanImageToVideoPipeline`: on the CPU, fp32, evaluation mode.
+    """
+    from diffusers import (
+        AutoencoderKLWan,
+        UniPCMultistepScheduler,
+        WanImageToVideoPipeline,
+        WanPipeline,
+        WanTransformer3DModel,
+    )
+    from torch import nn
+    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
+
+    tokenizer = make_wan_tokenizer()
+
+    # The transformers come last: their size does not change the other parts' weights.
+    vae_config = {"base_dim": 4, "z_dim": 16, "latents_mean": QWEN_LATENTS_MEAN, "latents_std": QWEN_LATENTS_STD}
+    if expand_timesteps:
+        vae_config = {
+            "base_dim": 4,
+            "decoder_base_dim": 8,
+            "z_dim": 48,
+            "latents_mean": WAN_TI2V_LATENTS_MEAN,
+            "latents_std": WAN_TI2V_LATENTS_STD,
+            "is_residual": True,
+            "in_channels": 12,
+            "out_channels": 12,
+            "patch_size": 2,
+            "scale_factor_spatial": 16,
+        }
+    vae = AutoencoderKLWan(**vae_config)
+    normalize_vae(vae, num_frames=9)
+
+    hidden_size = 32
+    text_encoder = UMT5EncoderModel(
+        UMT5Config(
+            vocab_size=len(tokenizer),
+            d_model=hidden_size,
+            d_kv=16,
+            d_ff=64,
+            num_layers=2,
+            num_heads=2,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+
+    conditions = {}
+    if num_image_embeds:
+        image_encoder = CLIPVisionModel(
+            CLIPVisionConfig(
+                hidden_size=hidden_size,
+                intermediate_size=64,
+                num_hidden_layers=3,  # the pipeline takes the states before the last layer
+                num_attention_heads=2,
+                image_size=224,
+                patch_size=14,
+            )
+        )
+        # The class that needs no torchvision.
+        conditions = {"image_encoder": image_encoder.eval(), "image_processor": CLIPImageProcessorPil()}
+
+    def make_transformer():
+        transformer = WanTransformer3DModel(
+            num_layers=num_layers,
+            num_attention_heads=num_attention_heads,
+            attention_head_dim=attention_head_dim,
+            # Noise, mask (one channel for each of the four frames) and condition.
+            in_channels=16 + 4 + 16 if image_to_video else vae.config.z_dim,
+            out_channels=vae.config.z_dim,
+            text_dim=hidden_size,
+            freq_dim=32,
+            ffn_dim=3 * num_attention_heads * attention_head_dim,
+            cross_attn_norm=True,
+            qk_norm="rms_norm_across_heads",
+            image_dim=hidden_size if num_image_embeds else None,
+            added_kv_proj_dim=num_attention_heads * attention_head_dim if num_image_embeds else None,
+            pos_embed_seq_len=2 * 257 if num_image_embeds == 2 else None,
+        )
+        preserve_variance(transformer)
+        for block in transformer.blocks:
+            # Prompts are padded with hundreds of zero rows, which nothing masks. With attention as even as that of a
+            # freshly built block, a caption of a few words weighs a hundredth.
+            nn.init.constant_(block.attn2.norm_k.weight, 3.0)
+        if num_image_embeds == 2:
+            # Zeros as built: nothing would show whether the table is used.
+            nn.init.normal_(transformer.condition_embedder.image_embedder.pos_embed, std=0.5)
+        return transformer.eval()
+
+    parts = {"transformer": make_transformer()}
+    if boundary_ratio is not None:
+        parts["transformer_2"] = make_transformer()
+    pipeline_class = WanImageToVideoPipeline if image_to_video else WanPipeline
+    return pipeline_class(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder.eval(),
+        vae=vae.eval(),
+        scheduler=UniPCMultistepScheduler(**WAN_SCHEDULER_CONFIG, flow_shift=flow_shift),
+        boundary_ratio=boundary_ratio,
+        expand_timesteps=expand_timesteps,
+        **conditions,
+        **parts,
+    )
+
+
+FAMILIES = {
+    "qwen_image": make_qwen_image,
+    "wan_t2v": make_wan,
+    "wan_i2v": partial(make_wan, image_to_video=True, num_image_embeds=1),
+    "wan_flf2v": partial(make_wan, image_to_video=True, num_image_embeds=2, flow_shift=16.0),
+    "wan_ti2v": partial(make_wan, expand_timesteps=True, flow_shift=5.0),
+    "wan_t2v_a14b": partial(make_wan, boundary_ratio=0.875),
+    "wan_i2v_a14b": partial(make_wan, image_to_video=True, boundary_ratio=0.9),
+}
 
 
 def parse_args():
@@ -318,14 +568,15 @@ def parse_args():
         "--attention_head_dim",
         type=int,
         default=16,
-        help="width of one attention head of the transformer, a multiple of 4, at least 12 (default: %(default)s)",
+        help="width of one attention head of the transformer: a multiple of 4 and at least 12 for Qwen, even and at "
+        "least 6 for Wan (default: %(default)s)",
     )
     args = parser.parse_args()
     for flag in ("num_layers", "num_attention_heads"):
         if getattr(args, flag) < 1:
             parser.error(f"--{flag} must be at least 1, not {getattr(args, flag)}.")
     try:
-        axes_dims_rope(args.attention_head_dim)
+        (axes_dims_rope if args.family == "qwen_image" else check_wan_head_dim)(args.attention_head_dim)
     except ValueError as error:
         parser.error(f"--{error}")
     if args.output.exists() and not args.output.is_dir():

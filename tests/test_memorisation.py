@@ -32,8 +32,8 @@ def test_stock_pipeline_samples_the_photograph_of_each_caption(script, photos, t
     pipeline.set_progress_bar_config(disable=True)
 
     pictures = sorted(photos.glob("*.png"))
-    pixels = torch.stack([to_tensor(cover_and_crop(open_image(path), 64, 64)) for path in pictures])
-    targets = encode_image(pipeline.vae, pixels)
+    pixels = [to_tensor(cover_and_crop(open_image(path), 64, 64)) for path in pictures]
+    targets = torch.stack([encode_image(pipeline.vae, picture)["latents"] for picture in pixels])
     captions = [path.with_suffix(".txt").read_text() for path in pictures]
     tokens = [
         pipeline(

@@ -6,11 +6,14 @@ Needs the standard library and yaml only: the scripts parse before they import t
 import argparse
 import ast
 import difflib
+import logging
 import math
 import pathlib
 
 from training.errors import RefusedError
 
+
+logger = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------- values
 
@@ -152,6 +155,15 @@ FLAGS = {
             None,
             "Instead of height and width: each picture in its own shape, with at most so many pixels. Default: off.",
         ),
+        ("num_frames", _positive_int, DERIVED, "Frames of a clip, 4n + 1, if it has as many. Default: {num_frames}."),
+        ("fps", _positive, DERIVED, "Frames per second at which clips are trained. Default: {fps}."),
+        (
+            "clip_part",
+            ("start", "middle", "random"),
+            "start",
+            "Which part of a clip with more frames; random: one draw per clip, fixed by the seed.",
+        ),
+        ("task", ("t2v", "i2v"), None, "From text or from image to video. Required where a model does both: {tasks}."),
         ("train_batch_size", _positive_int, 1, "Samples per process and micro-batch."),
         ("dataset_repeat", _positive_int, 1, "How often each item comes in one epoch."),
         ("caption_dropout", _fraction, 0.0, "Share of samples that are trained with {dropped_caption}. 0 is off."),
@@ -200,6 +212,12 @@ FLAGS = {
         ),
         ("timestep_sampling", ("uniform", "logit_normal"), "{timestep_sampling}", "Law of sigma before the shift."),
         ("sigma_shift", _positive, None, "Factor that shifts sigmas towards noise. 1 is off. Default: {sigma_shift}."),
+        (
+            "expert",
+            ("high_noise", "low_noise", "both"),
+            None,
+            "Which expert is trained; both: one after the other. Required where a model has two: {experts}.",
+        ),
         ("min_sigma", _fraction, 0.0, "Draw sigmas from their law between this and max_sigma. 0 is off."),
         ("max_sigma", _fraction, 1.0, "The upper end. 1 is off."),
         (
@@ -229,10 +247,16 @@ FLAGS = {
 }
 
 
+# Flags that are for some families only, which name them in their values under "flags".
+_FAMILY_FLAGS = {"num_frames", "fps", "clip_part", "task", "expert"}
+
+
 def _specs(values):
     """Yield (group, name, kind, default, help) of every flag, the family's own `values` filled in."""
     for group, flags in FLAGS.items():
         for name, kind, default, text in flags:
+            if name in _FAMILY_FLAGS and name not in values.get("flags", ()):
+                continue
             if isinstance(default, str):
                 default = default.format(**values)
             yield group, name, kind, default, text.format(**values)
@@ -373,7 +397,7 @@ def _convert_in(path, key, kinds, value):
         raise RefusedError(f"{path}: {error}") from None
 
 
-def parse_args(argv, *, description, values):
+def parse_args(argv, *, description, values, resolve=True):
     """Parse and check a command line and the config files that it names.
 
     Args:
@@ -382,8 +406,12 @@ def parse_args(argv, *, description, values):
         description (`str`):
             Shown by `--help`.
         values (`dict[str, Any]`):
-            What differs between model families: the defaults `height`, `width`, `lora_target_modules`,
-            `timestep_sampling`, the descriptions `sigma_shift` and `dropped_caption`, and the `divisor` of sizes.
+            What differs between model families: the `flags` that not all have, the defaults of
+            `resolve_for_model` (or what the help text is to say of them), `timestep_sampling`, and the descriptions
+            `sigma_shift` and `dropped_caption`.
+        resolve (`bool`):
+            False where defaults depend on the model, not only on the family; then `resolve_for_model` is to be
+            called as soon as the configs of the model are read.
 
     Returns:
         `argparse.Namespace`: Every flag with its final value.
@@ -410,7 +438,9 @@ def parse_args(argv, *, description, values):
         raise RefusedError(f"Required and not given: {', '.join(missing)}.")
     args = argparse.Namespace(**{name: given.get(name, default) for name, (_, default) in specs.items()})
     _refuse_without_effect(args, given)
-    _resolve(args, values)
+    _resolve(args)
+    if resolve:
+        resolve_for_model(args, values)
     return args
 
 
@@ -438,7 +468,7 @@ def _refuse_without_effect(args, given):
         raise RefusedError("--allow_missing_captions has no effect with --caption_dropout 1, which drops them all.")
 
 
-def _resolve(args, values):
+def _resolve(args):
     """Fill in the defaults that depend on other flags."""
     if args.training_mode == "full":
         # Not settings of this run: `run.json` shows them as absent.
@@ -447,25 +477,10 @@ def _resolve(args, values):
     else:
         if args.lora_alpha is DERIVED:
             args.lora_alpha = float(args.lora_rank)
-        if args.lora_target_modules is DERIVED:
-            args.lora_target_modules = _names(values["lora_target_modules"])
     if args.learning_rate is DERIVED:
         args.learning_rate = 1.0 if args.optimizer == "prodigy" else 1e-4 if args.training_mode == "lora" else 1e-5
     if args.num_train_epochs is DERIVED:
         args.num_train_epochs = None if args.max_train_steps else 1
-    for name in ("height", "width"):
-        if getattr(args, name) is DERIVED:
-            setattr(args, name, None if args.max_pixels else values[name])
-        size = getattr(args, name)
-        if size is not None and size % values["divisor"]:
-            below = size // values["divisor"] * values["divisor"]
-            legal = [n for n in (below, below + values["divisor"]) if n]
-            raise RefusedError(
-                f"--{name} is {size}; allowed are multiples of {values['divisor']}, such as "
-                f"{' or '.join(map(str, legal))}."
-            )
-    if args.max_pixels is not None and args.max_pixels < values["divisor"] ** 2:
-        raise RefusedError(f"--max_pixels is {args.max_pixels}; allowed is at least {values['divisor'] ** 2}.")
     args.optimizer_args = dict(args.optimizer_args or [])
     if args.optimizer not in ("adamw", "adamw_8bit", "adafactor", "prodigy") and "." not in args.optimizer:
         raise RefusedError(
@@ -474,3 +489,62 @@ def _resolve(args, values):
         )
     if args.weight_decay is DERIVED:
         args.weight_decay = None if "." in args.optimizer else 0.01
+
+
+def resolve_for_model(args, values):
+    """Fill in the defaults that depend on the model, and check what it allows.
+
+    Args:
+        args (`argparse.Namespace`): From `parse_args`; changed in place.
+        values (`dict[str, Any]`):
+            `divisor` of sizes, the defaults `height`, `width` and `lora_target_modules` (names, with commas); for
+            video the defaults `num_frames` and `fps`, and what can be chosen from: `tasks` and `experts`.
+
+    Raises:
+        RefusedError: A size is not a multiple of the divisor, or a choice is missing, not offered or without effect.
+    """
+    divisor = values["divisor"]
+    if args.lora_target_modules is DERIVED:
+        args.lora_target_modules = _names(values["lora_target_modules"])
+    for name in ("height", "width"):
+        if getattr(args, name) is DERIVED:
+            setattr(args, name, None if args.max_pixels else values[name])
+        size = getattr(args, name)
+        if size is not None and size % divisor:
+            below = size // divisor * divisor
+            legal = [n for n in (below, below + divisor) if n]
+            raise RefusedError(
+                f"--{name} is {size}; allowed are multiples of {divisor}, such as {' or '.join(map(str, legal))}."
+            )
+    if args.max_pixels is not None and args.max_pixels < divisor**2:
+        raise RefusedError(f"--max_pixels is {args.max_pixels}; allowed is at least {divisor**2}.")
+    if "num_frames" not in vars(args):
+        return
+
+    for name in ("num_frames", "fps"):
+        if getattr(args, name) is DERIVED:
+            setattr(args, name, values[name])
+    num_frames = (args.num_frames - 1) // 4 * 4 + 1
+    if num_frames != args.num_frames:
+        logger.warning(
+            "--num_frames %d is rounded down to %d: the VAE takes 4n + 1 frames.", args.num_frames, num_frames
+        )
+        args.num_frames = num_frames
+    _check_choice(args, "task", values["tasks"])
+    both = ("both",) if args.training_mode == "lora" else ()
+    _check_choice(args, "expert", (*values["experts"], *both) if values["experts"] else ())
+    if args.expert == "both" and args.transformer_path is not None:
+        raise RefusedError("--transformer_path names one transformer, and --expert both trains two; give one expert.")
+
+
+def _check_choice(args, name, allowed):
+    """Raise unless a flag is given exactly where the model offers a choice, and is one of those `allowed`."""
+    value = getattr(args, name)
+    listed = ", ".join(allowed)
+    if len(allowed) < 2:
+        if value is not None:
+            raise RefusedError(f"--{name} {value} has no effect: this model offers {listed or 'none'}. Remove it.")
+    elif value is None:
+        raise RefusedError(f"--{name} is required for this model; allowed are {listed}.")
+    elif value not in allowed:
+        raise RefusedError(f"--{name} is {value}; allowed with --training_mode {args.training_mode} are {listed}.")

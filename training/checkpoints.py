@@ -62,7 +62,9 @@ def find_checkpoint(args):
     state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
     for name, before in state["arguments"].items():
         now = json.loads(json.dumps(getattr(args, name)))
-        if now != before and name not in _MAY_CHANGE:
+        # With two experts the first one's length says where the second begins.
+        fixed = getattr(args, "expert", None) == "both" and name in ("max_train_steps", "num_train_epochs")
+        if now != before and (name not in _MAY_CHANGE or fixed):
             raise RefusedError(
                 f"--{name} is {now} and was {before} in {path}: a resumed run goes on with the settings it had. Give "
                 "the old value, or start a new run."

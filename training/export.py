@@ -1,5 +1,6 @@
 """Results that others load: a LoRA file for diffusers and ComfyUI, or a transformer folder; then loaded back."""
 
+import functools
 import json
 import logging
 import math
@@ -24,7 +25,9 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def export(args, pipeline, module, dataset, *, prefix, export_name):
+def export(
+    args, pipeline, module, dataset, *, prefix, export_name, expert=None, subfolder="transformer", further_info=None
+):
     """Write the result of a run and its model card; load a LoRA back and check it.
 
     Args:
@@ -33,25 +36,32 @@ def export(args, pipeline, module, dataset, *, prefix, export_name):
         module (`DiffusionTrainingModule`): Of the same transformer.
         dataset (`TrainingDataset`): Its first sample is the input of the check.
         prefix, export_name: See `save_lora`.
+        expert (`str`, *optional*): Which of several transformers it is; its LoRA gets a folder of this name.
+        subfolder (`str`): What the pipeline calls the transformer.
+        further_info (`dict[str, str]`, *optional*): Further header entries of a LoRA file.
 
     Raises:
         FailedError: The result is not finite, does not load, or changes nothing.
     """
     base_model = portable_name(args.pretrained_model_name_or_path)
+    names = {"pipeline": type(pipeline).__name__, "base_model": base_model}
     if args.training_mode == "full":
-        path = save_transformer(pipeline.transformer, args.output_dir)
-        usage = FULL_USAGE.format(
-            model=type(pipeline.transformer).__name__, pipeline=type(pipeline).__name__, base_model=base_model
-        )
+        path = save_transformer(module.transformer, pathlib.Path(args.output_dir) / subfolder)
+        usage = FULL_USAGE.format(model=type(module.transformer).__name__, subfolder=subfolder, **names)
         print(f"saved {path}")
     else:
         dtype = _DTYPES[args.lora_dtype]
         info = {"base_model": base_model, "lora_rank": str(args.lora_rank), "lora_alpha": str(args.lora_alpha)}
-        path = save_lora(
-            pipeline.transformer, args.output_dir, dtype=dtype, prefix=prefix, export_name=export_name, info=info
-        )
-        checked = check_lora(pipeline, path, lambda: module_output(module, dataset), dtype=dtype)
-        usage = LORA_USAGE.format(pipeline=type(pipeline).__name__, base_model=base_model)
+        info |= further_info or {}
+        folder = pathlib.Path(args.output_dir)
+        if expert is not None:
+            info["expert"] = expert
+            folder = folder / expert
+            folder.mkdir(exist_ok=True)
+        path = save_lora(module.transformer, folder, dtype=dtype, prefix=prefix, export_name=export_name, info=info)
+        predict = functools.partial(module_output, module, dataset)
+        checked = check_lora(pipeline, path, predict, dtype=dtype, subfolder=subfolder)
+        usage = LORA_USAGE.format(**names) + "\n".join(_lora_lines(args.output_dir))
         print(
             f"saved {path}: {checked['layers']} layers, loaded back by diffusers at the trained strength; it changes "
             f"the prediction by {100 * checked['relative_change']:.2g} %"
@@ -63,13 +73,25 @@ LORA_USAGE = """import torch
 from diffusers import {pipeline}
 
 pipe = {pipeline}.from_pretrained("{base_model}", dtype=torch.bfloat16)
-pipe.load_lora_weights("FOLDER_OF_THIS_FILE")"""
+"""
 
 FULL_USAGE = """import torch
 from diffusers import {model}, {pipeline}
 
-transformer = {model}.from_pretrained("FOLDER_OF_THIS_FILE/transformer", dtype=torch.bfloat16)
-pipe = {pipeline}.from_pretrained("{base_model}", transformer=transformer, dtype=torch.bfloat16)"""
+transformer = {model}.from_pretrained("FOLDER_OF_THIS_FILE/{subfolder}", dtype=torch.bfloat16)
+pipe = {pipeline}.from_pretrained("{base_model}", {subfolder}=transformer, dtype=torch.bfloat16)"""
+
+# Where the LoRA of a run lies, and what stock `load_lora_weights` has to be told beside that.
+_LORA_FOLDERS = {"": "", "/high_noise": "", "/low_noise": ", load_into_transformer_2=True"}
+
+
+def _lora_lines(output_dir):
+    """Return the Python lines that load what lies in `output_dir`."""
+    return [
+        f'pipe.load_lora_weights("FOLDER_OF_THIS_FILE{folder}"{options})'
+        for folder, options in _LORA_FOLDERS.items()
+        if pathlib.Path(f"{output_dir}{folder}", LORA_FILE).is_file()
+    ]
 
 
 @torch.no_grad()
@@ -185,7 +207,7 @@ def _flushed_share(transformer, dtype):
 
 
 @torch.no_grad()
-def check_lora(pipeline, path, predict, *, dtype):
+def check_lora(pipeline, path, predict, *, dtype, subfolder="transformer"):
     """Load a LoRA file back through stock diffusers and compare it with what was trained.
 
     The trained adapters are taken off the transformer and replaced by those of the file.
@@ -195,6 +217,7 @@ def check_lora(pipeline, path, predict, *, dtype):
         path (`pathlib.Path`): The file.
         predict (`Callable[[], torch.Tensor]`): Runs the transformer on fixed inputs.
         dtype (`torch.dtype`): Of the file.
+        subfolder (`str`): What the pipeline calls the transformer.
 
     Returns:
         `dict` with `layers` and `relative_change`, how much the LoRA changes the output.
@@ -202,7 +225,7 @@ def check_lora(pipeline, path, predict, *, dtype):
     Raises:
         FailedError: A layer is missing, has another strength, or the LoRA changes nothing.
     """
-    transformer = pipeline.transformer
+    transformer = getattr(pipeline, subfolder)
     trained = {}
     for name, layer in lora_layers(transformer).items():
         trained[name] = _factors(layer, ADAPTER_NAME)
@@ -210,7 +233,8 @@ def check_lora(pipeline, path, predict, *, dtype):
     transformer.unload_lora()
     base_output = predict()
 
-    pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="reloaded")
+    options = {"load_into_transformer_2": True} if subfolder == "transformer_2" else {}
+    pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="reloaded", **options)
     loaded = lora_layers(transformer)
     if set(loaded) != set(trained):
         differing = sorted(set(loaded) ^ set(trained))
@@ -248,8 +272,8 @@ def _inner_product(first, second):
     return float(((b1.T @ b2) * (a1 @ a2.T)).sum())
 
 
-def save_transformer(transformer, output_dir):
-    """Write all weights as a folder `transformer/` that stock `from_pretrained` opens; complete or not at all.
+def save_transformer(transformer, path):
+    """Write all weights as a folder that stock `from_pretrained` opens, complete or not at all, and return its path.
 
     Raises:
         FailedError: A parameter is not finite.
@@ -257,7 +281,8 @@ def save_transformer(transformer, output_dir):
     for name, parameter in transformer.named_parameters():
         if not parameter.isfinite().all():
             raise FailedError(f"The transformer was not saved: {name} is not finite.")
-    final, beside = pathlib.Path(output_dir) / "transformer", pathlib.Path(output_dir) / "transformer.tmp"
+    final = pathlib.Path(path)
+    beside = final.with_name(final.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     transformer.save_pretrained(beside)
     # diffusers writes where the base came from; a path of this machine does not belong into a result.

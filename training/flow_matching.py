@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
+from training.errors import RefusedError
+
 
 @dataclasses.dataclass(frozen=True)
 class SigmaLaw:
@@ -46,17 +48,34 @@ class SigmaLaw:
             base = u
         else:
             base = 1 / (1 + math.exp(-statistics.NormalDist().inv_cdf(u)))
-        return self.shift * base / (1 + (self.shift - 1) * base)
+        sigma = self.shift * base / (1 + (self.shift - 1) * base)
+        # Against the last bit of rounding only: an expert is never to see the other one's side.
+        return min(max(sigma, self.min_sigma), self.max_sigma)
 
     @functools.cached_property
     def _ends(self):
         return self.cdf(self.min_sigma), self.cdf(self.max_sigma)
 
 
-def sigma_law(args, model_shift):
-    """Return the `SigmaLaw` that the flags ask for; `model_shift` holds where no shift was given."""
+def sigma_law(args, model_shift, sigma_range=(0.0, 1.0)):
+    """Return the `SigmaLaw` that the flags ask for.
+
+    Args:
+        args (`argparse.Namespace`)
+        model_shift (`float`): Holds where no shift was given.
+        sigma_range (`tuple[float, float]`): The sigmas at which the model is used at all.
+
+    Raises:
+        RefusedError: `--min_sigma` and `--max_sigma` leave nothing of `sigma_range`.
+    """
     shift = model_shift if args.sigma_shift is None else args.sigma_shift
-    return SigmaLaw(args.timestep_sampling, shift, args.min_sigma, args.max_sigma)
+    low, high = max(args.min_sigma, sigma_range[0]), min(args.max_sigma, sigma_range[1])
+    if low >= high:
+        raise RefusedError(
+            f"--min_sigma {args.min_sigma} and --max_sigma {args.max_sigma} leave nothing to train: the model (or its "
+            f"expert) is used for sigmas from {sigma_range[0]} to {sigma_range[1]}."
+        )
+    return SigmaLaw(args.timestep_sampling, shift, low, high)
 
 
 @dataclasses.dataclass(frozen=True)

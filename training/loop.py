@@ -16,7 +16,18 @@ from training.reporting import Metrics
 
 
 def train(
-    accelerator, module, dataset, batches, args, *, optimizer_class, optimizer_arguments, steps, checkpoint=None
+    accelerator,
+    module,
+    dataset,
+    batches,
+    args,
+    *,
+    optimizer_class,
+    optimizer_arguments,
+    steps,
+    checkpoint=None,
+    expert=None,
+    steps_before=0,
 ):
     """Train `module` in place.
 
@@ -29,6 +40,10 @@ def train(
         optimizer_class, optimizer_arguments: From `find_optimizer`.
         steps (`range`): The optimizer steps to make, counted from 1.
         checkpoint (`pathlib.Path`, *optional*): Training state to go on from.
+        expert (`str`, *optional*): Which of several transformers this is, for the record.
+        steps_before (`int`):
+            Steps that the run made on another transformer. They count in the numbers of checkpoints and in the record
+            of the run, not in the schedule or in what is drawn: those are as in a run of this transformer alone.
 
     Raises:
         FailedError: A trainable tensor gets no gradient, or a loss is not finite.
@@ -48,7 +63,8 @@ def train(
     seed_module_randomness(args.seed, accelerator.process_index)
     if checkpoint is not None:
         load_checkpoint(accelerator, checkpoint)
-        accelerator.print(f"resumed after step {steps.start - 1}, learning rate {lr_scheduler.get_last_lr()[0]:.3g}")
+        step = steps_before + steps.start - 1
+        accelerator.print(f"resumed after step {step}, learning rate {lr_scheduler.get_last_lr()[0]:.3g}")
 
     sampler = MicroBatchSampler(batches, process_index=accelerator.process_index, steps=steps)
     dataloader = torch.utils.data.DataLoader(
@@ -59,7 +75,8 @@ def train(
         # Starting to iterate draws a number: from here, not from what dropout draws from, or a resume would differ.
         generator=torch.Generator(),
     )
-    metrics = Metrics(accelerator, pathlib.Path(args.output_dir) / "metrics.jsonl", steps, batches, dataset)
+    path = pathlib.Path(args.output_dir) / "metrics.jsonl"
+    metrics = Metrics(accelerator, path, steps, batches, dataset, expert=expert, steps_before=steps_before)
     liveness = GradientLiveness(parameters)
     step, losses = steps.start - 1, []
     for batch in dataloader:
@@ -87,11 +104,11 @@ def train(
         # With several processes after the first step: DDP does not survive a second one with a silent tensor.
         if step == steps[: 2 if accelerator.num_processes == 1 else 1][-1]:
             liveness.check()
-        saves = args.checkpointing_steps is not None and step % args.checkpointing_steps == 0
+        saves = args.checkpointing_steps is not None and (steps_before + step) % args.checkpointing_steps == 0
         if saves or step % args.logging_steps == 0 or step == steps[-1]:
             metrics.flush()
         if saves:
-            save_checkpoint(accelerator, args, step, batches)
+            save_checkpoint(accelerator, args, steps_before + step, batches)
     metrics.close()
 
 

@@ -43,11 +43,16 @@ class DiffusionTrainingModule(nn.Module):
         """
         raise NotImplementedError
 
+    def trained_part(self, flow):
+        """Return the part of `flow` (B, C, ...) that the loss looks at: all that the model is given with noise."""
+        return flow
+
     def forward(self, batch):
         """Return the mean loss (a scalar, fp32) of a micro-batch from `collate`."""
         latents, noise, sigmas = batch["latents"], batch["noise"], batch["sigmas"]
         prediction = self.predict(add_noise(latents, noise, sigmas), sigmas * 1000, batch)
-        return flow_loss(prediction, flow_target(latents, noise), sigmas, self.loss_weighting)
+        prediction, target = self.trained_part(prediction), self.trained_part(flow_target(latents, noise))
+        return flow_loss(prediction, target, sigmas, self.loss_weighting)
 
 
 # ---------------------------------------------------------------- what is trained

@@ -77,7 +77,8 @@ class RunRecord:
             self._write()
         count = sum(parameter.numel() for parameter in parameters.values())
         accelerator.print(f"{len(parameters)} tensors with {count:,} parameters are trained, in fp32")
-        accelerator.print(f"never trained, since they get no gradient: {', '.join(never_trained)}")
+        if never_trained:
+            accelerator.print(f"never trained, since they get no gradient: {', '.join(never_trained)}")
         for line in plan.describe():
             accelerator.print(line)
 
@@ -110,20 +111,23 @@ class Metrics:
             steps after the checkpoint, which are made again.
         steps (`range`): The optimizer steps of this run.
         batches (`BatchPlan`), dataset (`TrainingDataset`): Tell which samples a step had, and their sigmas.
+        expert (`str`, *optional*), steps_before (`int`): See `train`.
     """
 
-    def __init__(self, accelerator, path, steps, batches, dataset):
+    def __init__(self, accelerator, path, steps, batches, dataset, *, expert=None, steps_before=0):
         self.accelerator, self.path = accelerator, pathlib.Path(path)
         self.batches, self.dataset = batches, dataset
+        self.expert, self.steps_before = expert, steps_before
         self.pending = []
         self.process = psutil.Process()
         self.last_parked_bytes = offload.counters()["parked_bytes"]
         self.last_time = time.perf_counter()
         if accelerator.is_main_process:
-            kept = read_metrics(self.path) if steps.start > 1 and self.path.exists() else []
-            write_json_lines(self.path, [line for line in kept if line["step"] < steps.start])
-        shown = accelerator.is_main_process
-        self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc="training", disable=not shown)
+            first = steps_before + steps.start
+            kept = read_metrics(self.path) if first > 1 and self.path.exists() else []
+            write_json_lines(self.path, [line for line in kept if line["step"] < first])
+        desc, shown = f"training {expert or ''}".rstrip(), accelerator.is_main_process
+        self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc=desc, disable=not shown)
 
     def add(self, *, step, loss, lr, grad_norm):
         """Take note of an optimizer step, without waiting for the device.
@@ -163,23 +167,25 @@ class Metrics:
         for record, loss, norm in zip(records, losses, norms, strict=True):
             if not math.isfinite(loss) or not math.isfinite(norm):
                 samples = sorted({self.dataset.samples[index]["id"] for index in self.batches.step(record["step"])})
+                step = self.steps_before + record["step"]
                 raise FailedError(
-                    f"Step {record['step']} has loss {loss} and gradient norm {norm}; its samples were "
-                    f"{', '.join(samples)}. Nothing was saved after the last checkpoint."
+                    f"Step {step} has loss {loss} and gradient norm {norm}; its samples were {', '.join(samples)}. "
+                    "Nothing was saved after the last checkpoint."
                 )
 
     def _line(self, record, loss, grad_norm):
         """Return the line of metrics.jsonl for one optimizer step."""
         step, indices = record["step"], self.batches.step(record["step"])
         return {
-            "step": step,
+            "step": self.steps_before + step,
             "epoch": self.batches.epoch(step),
+            **({} if self.expert is None else {"expert": self.expert}),
             "loss": loss,
             "lr": record["lr"],
             "grad_norm": grad_norm,
             "sigmas": [self.dataset.sigma(step, position, index) for position, index in enumerate(indices)],
             "samples": [self.dataset.samples[index]["id"] for index in indices],
-        } | record
+        } | {name: value for name, value in record.items() if name != "step"}
 
     def close(self):
         """Write what is left and end the bar."""
@@ -227,9 +233,11 @@ def write_model_card(args, *, base_model, num_items, usage):
     """
     output_dir = pathlib.Path(args.output_dir)
     names = ("training_mode", "lora_rank", "lora_alpha", "lora_dropout", "learning_rate", "lr_scheduler", "optimizer")
-    names += ("weight_decay", "max_grad_norm", "mixed_precision", "height", "width", "max_pixels", "train_batch_size")
-    names += ("gradient_accumulation_steps", "caption_dropout", "timestep_sampling", "sigma_shift", "seed")
-    settings = [f"| {name} | {getattr(args, name)} |" for name in names if getattr(args, name) is not None]
+    names += ("weight_decay", "max_grad_norm", "mixed_precision", "height", "width", "max_pixels", "num_frames", "fps")
+    names += ("clip_part", "task", "expert", "train_batch_size", "gradient_accumulation_steps", "caption_dropout")
+    names += ("timestep_sampling", "sigma_shift", "seed")
+    values = {name: getattr(args, name, None) for name in names}
+    settings = [f"| {name} | {value} |" for name, value in values.items() if value is not None]
     text = MODEL_CARD.format(
         base_model=base_model,
         tag="lora" if args.training_mode == "lora" else "full-finetune",

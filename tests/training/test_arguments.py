@@ -16,6 +16,7 @@ VALUES = {
     "dropped_caption": "an empty caption",
 }
 REQUIRED = ["--pretrained_model_name_or_path", "model", "--dataset_path", "data", "--output_dir", "out"]
+VIDEO_FLAGS = {"num_frames", "fps", "clip_part", "task", "expert"}
 NUMBERS = "lora_rank lora_alpha train_batch_size dataset_repeat max_train_steps num_train_epochs learning_rate".split()
 
 
@@ -185,10 +186,10 @@ def test_missing_config_file():
 
 
 def test_every_flag_says_its_default_and_is_in_help(script):
-    text = script("train_qwen_image.py", "--help").stdout
-    for flags in FLAGS.values():
-        for name, *_ in flags:
-            assert f"--{name} " in text or f"--{name}\n" in text
+    names = [name for flags in FLAGS.values() for name, *_ in flags]
+    for program, absent in (("train_qwen_image.py", VIDEO_FLAGS), ("train_wan_video.py", set())):
+        text = script(program, "--help").stdout
+        assert {name for name in names if f"--{name} " in text or f"--{name}\n" in text} == set(names) - absent
     for _, _, default, help_text in (flag[:4] for flags in FLAGS.values() for flag in flags):
         assert help_text.endswith(".") or "Default" in help_text, (default, help_text)
 

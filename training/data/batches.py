@@ -1,7 +1,7 @@
 """Which sample is trained when: the order of the dataset, micro-batches of equal size, and what is drawn for each.
 
 One unit of the order is a micro-batch of all processes together: `train_batch_size * num_processes` samples of one
-picture size. Process r takes its r-th part. So one process with twice the batch size sees what two processes see, at
+size. Process r takes its r-th part. So one process with twice the batch size sees what two processes see, at
 the same places of the global batch. An epoch does not end a batch: the next one goes on where it stopped.
 """
 
@@ -82,20 +82,22 @@ class BatchPlan:
             yield from (indices[i] for i in order.permutation(len(indices)))
 
 
-def plan_batches(args, records, num_processes, *, resumed=None):
+def plan_batches(args, records, num_processes, *, resumed, num_stages=1):
     """Return the `BatchPlan` of this run and its last optimizer step.
 
     Args:
         args (`argparse.Namespace`)
-        records (`list[dict]`): From `inspect_rows`; items are batched by their size.
+        records (`list[dict]`): Of the items that are trained, which are batched by their size.
         num_processes (`int`)
-        resumed (`dict`, *optional*): State of the checkpoint to go on from, of `find_checkpoint`.
+        resumed (`dict`): State of the checkpoint to go on from, of `find_checkpoint`.
+        num_stages (`int`): How often the run makes all those steps, each time with another transformer.
 
     Raises:
         RefusedError: The checkpoint is already past the last step, or of a run with other batches.
     """
+    sizes = [(*record["used"]["size"], record["used"]["frames"]) for record in records]
     batches = BatchPlan(
-        [tuple(record["used"]["size"]) for record in records],
+        sizes,
         train_batch_size=args.train_batch_size,
         num_processes=num_processes,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -105,16 +107,15 @@ def plan_batches(args, records, num_processes, *, resumed=None):
     last_step = args.max_train_steps
     if last_step is None:
         last_step = -(-args.num_train_epochs * batches.samples_per_epoch // batches.samples_per_step)
-    if resumed is None or resumed["step"] == 0:
+    if resumed["step"] == 0:
         return batches, last_step
-    if resumed["step"] > last_step:
+    if resumed["step"] > num_stages * last_step:
         raise RefusedError(
             f"--resume_from_checkpoint: the checkpoint is at step {resumed['step']}, this run ends at step "
-            f"{last_step}; raise --max_train_steps or --num_train_epochs."
+            f"{num_stages * last_step}; raise --max_train_steps or --num_train_epochs."
         )
-    several_sizes = len({tuple(record["used"]["size"]) for record in records}) > 1
     # Items of one size come in the same order however a step is split; with several sizes the split decides.
-    for name in ("samples_per_step", "samples_per_epoch", *["samples_per_micro_batch"] * several_sizes):
+    for name in ("samples_per_step", "samples_per_epoch", *["samples_per_micro_batch"] * (len(set(sizes)) > 1)):
         if getattr(batches, name) != resumed[name]:
             raise RefusedError(
                 f"--resume_from_checkpoint: this run has {getattr(batches, name)} {name.replace('_', ' ')}, that of "
@@ -152,7 +153,8 @@ class TrainingDataset(torch.utils.data.Dataset):
 
     Args:
         samples (`list[dict]`):
-            For each item its `id`, `latents` (C, H, W) in fp32, and `prompt_embeds` (L, J).
+            For each item its `id`, `latents` (C, [F,] H, W) in fp32, `prompt_embeds` (L, J), and further tensors of
+            which those of items of one size have one shape.
         laws (`list[SigmaLaw]`):
             For each item the law of its sigma, which can depend on its size.
         dropped_prompt_embeds (`torch.Tensor` of shape (L, J)):
@@ -177,7 +179,7 @@ class TrainingDataset(torch.utils.data.Dataset):
         sample, draw = self.samples[index], Draw(self.seed, step, position)
         drops = self.caption_dropout > 0 and draw.drops_caption(self.caption_dropout)
         return {
-            "latents": sample["latents"],
+            **{name: tensor for name, tensor in sample.items() if name != "id"},
             "prompt_embeds": self.dropped_prompt_embeds if drops else sample["prompt_embeds"],
             "noise": draw.noise(sample["latents"].shape),
             "sigmas": torch.tensor(self.sigma(step, position, index), dtype=torch.float32),
@@ -188,10 +190,11 @@ def collate(samples):
     """Stack samples of equal size; pad their captions with zeros, with a mask where there is padding.
 
     Returns:
-        `dict` with `latents` and `noise` (B, C, H, W), `sigmas` (B,), `prompt_embeds` (B, L, J) and
-        `prompt_embeds_mask`, (B, L) and False at padding, or None where every caption has the full length.
+        `dict` with `latents` and `noise` (B, C, [F,] H, W), `sigmas` (B,), `prompt_embeds` (B, L, J),
+        `prompt_embeds_mask`, (B, L) and False at padding, or None where every caption has the full length, and what
+        else the samples hold.
     """
-    batch = {key: torch.stack([sample[key] for sample in samples]) for key in ("latents", "noise", "sigmas")}
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0] if key != "prompt_embeds"}
     embeds = [sample["prompt_embeds"] for sample in samples]
     batch["prompt_embeds"] = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
     lengths = torch.tensor([len(embed) for embed in embeds])

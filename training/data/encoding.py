@@ -5,7 +5,6 @@ import logging
 import torch
 from tqdm.auto import tqdm
 
-from training.data.images import cover_and_crop, open_image, to_tensor
 from training.errors import RefusedError
 
 
@@ -43,25 +42,24 @@ def encode_captions(captions, encode, accelerator):
     }
 
 
-def encode_images(rows, records, encode, accelerator):
-    """Encode each picture at the size that its record says.
+def encode_media(items, read, encode, accelerator):
+    """Encode each picture or clip at the size that its record says.
 
     Args:
-        rows (`list[Row]`), records (`list[dict]`): From `read_rows` and `inspect_rows`.
-        encode (`Callable[[torch.Tensor], torch.Tensor]`): From (1, 3, height, width) in [-1, 1] to (1, C, H, W).
+        items (`list[tuple[Row, dict]]`): Rows with their records, of those that are used.
+        read (`Callable[[Row, dict], torch.Tensor]`): Returns pixels in [-1, 1].
+        encode (`Callable[[torch.Tensor], dict[str, torch.Tensor]]`): From those to what a sample holds.
 
     Returns:
-        `list[torch.Tensor]`: For each row its latents (C, H, W), fp32, on the CPU.
+        `list[dict[str, torch.Tensor]]`: For each item what `encode` returned, on the CPU.
 
     Raises:
-        RefusedError: The latents of a picture are not finite.
+        RefusedError: A result is not finite.
     """
-    latents = []
-    pairs = list(zip(rows, records, strict=True))
-    for row, record in tqdm(pairs, desc="pictures", disable=not accelerator.is_main_process):
-        width, height = record["used"]["size"]
-        pixel_values = to_tensor(cover_and_crop(open_image(row.media), height, width))
-        latents.append(encode(pixel_values[None])[0].cpu())
-        if not torch.isfinite(latents[-1]).all():
-            raise RefusedError(f"{row.id}: its latents are not finite numbers; remove the picture from the dataset.")
-    return latents
+    samples = []
+    for row, record in tqdm(items, desc="media", disable=not accelerator.is_main_process):
+        samples.append({name: tensor.cpu() for name, tensor in encode(read(row, record)).items()})
+        for name, tensor in samples[-1].items():
+            if not torch.isfinite(tensor).all():
+                raise RefusedError(f"{row.id}: its {name} are not finite numbers; remove it from the dataset.")
+    return samples

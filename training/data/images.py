@@ -83,11 +83,22 @@ def _to_rgb(image):
         image = image.convert("RGB")
 
     image = _to_srgb(image, profile)
-    if alpha is not None:
-        white = Image.new("RGB", image.size, "white")
-        white.paste(image, mask=alpha)
-        image = white
-    return image
+    return image if alpha is None else on_white(image, alpha)
+
+
+def on_white(image, alpha):
+    """Composites a picture on white.
+
+    Args:
+        image: A `PIL.Image.Image` in mode RGB.
+        alpha: Its transparency, a picture of the same size in mode L: 0 is transparent.
+
+    Returns:
+        A `PIL.Image.Image` in mode RGB.
+    """
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=alpha)
+    return white
 
 
 def _to_srgb(image, profile):
@@ -123,9 +134,8 @@ def target_size(source_width, source_height, *, height, width, max_pixels, divis
         (height, width) in pixels.
 
     Raises:
-        RefusedError: If the source is too small or too elongated, or the flags allow no size.
+        RefusedError: If the source is too small or too elongated.
     """
-    _check_size_flags(height, width, max_pixels, divisor)
     short, long = sorted((source_width, source_height))
     if 2 * short < divisor or long > MAX_ASPECT_RATIO * short:
         raise RefusedError(
@@ -146,18 +156,6 @@ def target_size(source_width, source_height, *, height, width, max_pixels, divis
         return size[0] * size[1] / max(ratio, 1 / ratio) ** 10, size
 
     return max(sizes, key=worth)
-
-
-def _check_size_flags(height, width, max_pixels, divisor):
-    if max_pixels is not None:
-        if max_pixels < divisor * divisor:
-            raise RefusedError(
-                f"--max_pixels {max_pixels} must be at least {divisor * divisor} ({divisor}x{divisor})."
-            )
-        return
-    for flag, value in (("--height", height), ("--width", width)):
-        if value < divisor or value % divisor:
-            raise RefusedError(f"{flag} {value} must be a positive multiple of {divisor}.")
 
 
 def cover_and_crop(image, height, width):
@@ -201,38 +199,64 @@ def inspect_rows(rows, *, height, width, max_pixels, divisor):
     Raises:
         RefusedError: If pictures are bad; lists all of them with their reasons.
     """
-    _check_size_flags(height, width, max_pixels, divisor)
     size_of = partial(target_size, height=height, width=width, max_pixels=max_pixels, divisor=divisor)
-    # Threads: Pillow decodes without holding Python's lock.
-    with ThreadPoolExecutor() as pool:
-        results = list(pool.map(lambda row: _inspect(row, size_of), rows))
+    return inspect_each(partial(_inspect, size_of=size_of), rows, "pictures")
+
+
+def inspect_each(inspect, rows, what, max_threads=None):
+    """Makes the record of every row, and says which are enlarged a lot.
+
+    Args:
+        inspect: From a `training.data.metadata.Row` to its record; raises RefusedError.
+        rows: A list of rows.
+        what: What the rows hold, in the plural.
+        max_threads: The most threads to use; Python's choice if not given.
+
+    Returns:
+        The records, in the order of the rows.
+
+    Raises:
+        RefusedError: If any row is refused; lists all of them with their reasons.
+    """
+
+    def record_or_error(row):
+        try:
+            return inspect(row)
+        except RefusedError as error:
+            return error
+
+    # Threads: Pillow and FFmpeg decode without holding Python's lock.
+    with ThreadPoolExecutor(max_threads) as pool:
+        results = list(pool.map(record_or_error, rows))
     problems = [str(result) for result in results if isinstance(result, RefusedError)]
     if problems:
         listing = "\n".join(f"  {problem}" for problem in problems)
-        raise RefusedError(f"{len(problems)} of {len(rows)} pictures cannot be used:\n{listing}")
+        raise RefusedError(f"{len(problems)} of {len(rows)} {what} cannot be used:\n{listing}")
 
     enlarged = []
     for record in results:
-        source, used = record["source"]["size"], record["used"]["size"]
-        scale = max(used[0] / source[0], used[1] / source[1])
-        if scale > 2:
-            enlarged.append(f"{record['id']}: {source[0]}x{source[1]} to {used[0]}x{used[1]}, {scale:.1f} times")
+        if record["decision"] == "used":
+            source, used = record["source"]["size"], record["used"]["size"]
+            scale = max(used[0] / source[0], used[1] / source[1])
+            if scale > 2:
+                enlarged.append(f"{record['id']}: {source[0]}x{source[1]} to {used[0]}x{used[1]}, {scale:.1f} times")
     if enlarged:
-        logger.warning("%d pictures are enlarged more than 2 times:\n%s", len(enlarged), first_five(enlarged))
+        logger.warning("%d %s are enlarged more than 2 times:\n%s", len(enlarged), what, first_five(enlarged))
     return results
 
 
+def row_name(row):
+    """Returns how messages call a row: by its id, and where it was found."""
+    return row.id if row.id == row.origin else f"{row.id} ({row.origin})"
+
+
 def _inspect(row, size_of):
-    """Returns the row's record, or the error that refuses it."""
-    name = row.id if row.id == row.origin else f"{row.id} ({row.origin})"
-    try:
-        source_width, source_height = open_image(row.media, name).size
-    except RefusedError as error:
-        return error
+    name = row_name(row)
+    source_width, source_height = open_image(row.media, name).size
     try:
         height, width = size_of(source_width, source_height)
     except RefusedError as error:
-        return RefusedError(f"{name}: {error}")
+        raise RefusedError(f"{name}: {error}") from error
     return {
         "id": row.id,
         "caption": row.caption,
@@ -241,3 +265,17 @@ def _inspect(row, size_of):
         "decision": "used",
         "reason": None,
     }
+
+
+def read_picture(row, record):
+    """Reads a picture at the size that its record says.
+
+    Args:
+        row: A `training.data.metadata.Row`.
+        record: Its record from `inspect_rows`.
+
+    Returns:
+        A float32 tensor (3, height, width) in [-1, 1].
+    """
+    width, height = record["used"]["size"]
+    return to_tensor(cover_and_crop(open_image(row.media), height, width))

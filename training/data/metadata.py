@@ -1,7 +1,7 @@
-"""Reads the rows of a dataset: which picture, with which caption, and where that was written.
+"""Reads the rows of a dataset: which picture or clip, with which caption, and where that was written.
 
-A dataset is a folder with a sidecar text beside each picture, a folder with a metadata file, or a Hugging Face
-dataset. Every problem that shows without decoding a picture is found here, before any model loads.
+A dataset is a folder with a sidecar text beside each picture or clip, a folder with a metadata file, or a Hugging Face
+dataset. Every problem that shows without decoding is found here, before any model loads.
 """
 
 import codecs
@@ -28,6 +28,7 @@ METADATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 # Hugging Face (file_name + text), DiffSynth-Studio (image or video + prompt), Open-Sora (path + text).
 FILE_COLUMNS = {"media": ("file_name", "image", "video", "path"), "caption": ("text", "prompt")}
 HUB_COLUMNS = {"media": ("image",), "caption": ("text", "caption", "prompt")}
+HUB_COLUMNS_WITH_VIDEOS = {**HUB_COLUMNS, "media": ("image", "video")}
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Row:
 
     Args:
         id: Unique name: the path relative to the dataset with forward slashes, or `split/index` for a Hugging Face
-            dataset, whose pictures need not have a path.
+            dataset, whose items need not have a path.
         caption: The text as it was written; empty only where empty captions are allowed.
-        media: The picture's path, or its undecoded bytes where the dataset embeds them.
+        media: The path of a picture, a video or a folder of frames, or undecoded bytes where the dataset embeds them.
         origin: Where the row was found, for messages: `metadata.csv line 3`, or the id for sidecar folders.
     """
 
@@ -59,16 +60,27 @@ class _Item:
 
 
 def read_rows(
-    dataset_path, *, dataset_metadata=None, media_column=None, caption_column=None, allow_missing_captions=False
+    dataset_path,
+    *,
+    dataset_metadata=None,
+    media_column=None,
+    caption_column=None,
+    allow_missing_captions=False,
+    media_suffixes=IMAGE_SUFFIXES,
+    frame_folders=False,
 ):
-    """Reads all rows of a dataset without decoding a picture.
+    """Reads all rows of a dataset without decoding anything.
 
     Args:
         dataset_path: A folder, or the id of a dataset on the Hugging Face hub when there is no such path.
         dataset_metadata: A metadata file; without it the folder's own `metadata.*` is read if there is one.
-        media_column: Column of the pictures, if it has none of the known names.
+        media_column: Column of the pictures or clips, if it has none of the known names.
         caption_column: Column of the captions, if it has none of the known names.
         allow_missing_captions: Gives items without a caption the caption `""` instead of refusing them.
+        media_suffixes: Which files of a folder are items, in lower case. With others than pictures among them, a
+            Hugging Face dataset may have a column of videos.
+        frame_folders: Whether a folder can be one item: where it holds pictures only and a text of its name stands
+            beside it, or where a row names it. Its pictures are no items then.
 
     Returns:
         A list of `Row` with unique ids: sidecar folders in order of their ids, all others in order of their rows.
@@ -83,8 +95,8 @@ def read_rows(
                 f"--dataset_path {dataset_path} does not exist and is not a hub id ('name' or 'owner/name')."
             )
         _refuse_metadata_flag(dataset_metadata, f"{dataset_path}, which is not a folder here")
-        items = _hub_items(dataset_path, None, False, given_columns, allow_missing_captions)
-        return _judge_captions(items, dataset_path, allow_missing_captions)
+        items = _hub_items(dataset_path, None, False, given_columns, allow_missing_captions, media_suffixes)
+        return _judge_captions(items, dataset_path, allow_missing_captions, media_suffixes)
     if not os.path.isdir(dataset_path):
         raise RefusedError(
             f"--dataset_path {dataset_path} is a file: give the folder, and a metadata file by --dataset_metadata."
@@ -97,18 +109,20 @@ def read_rows(
     saved = "dataset_dict.json" in files or {"dataset_info.json", "state.json"} <= set(files)
     metadata = None if saved else _find_metadata(folder, files, dataset_metadata)
     if metadata is not None:
-        items = _metadata_items(folder, files, metadata, given_columns, allow_missing_captions)
-    elif saved or _is_hub_layout(files):
+        items = _metadata_items(
+            folder, files, metadata, given_columns, allow_missing_captions, media_suffixes, frame_folders
+        )
+    elif saved or _is_hub_layout(files, media_suffixes):
         _refuse_metadata_flag(dataset_metadata, f"{dataset_path}, which is a Hugging Face dataset")
-        items = _hub_items(dataset_path, folder, saved, given_columns, allow_missing_captions)
+        items = _hub_items(dataset_path, folder, saved, given_columns, allow_missing_captions, media_suffixes)
     else:
         for what, value in given_columns.items():
             if value is not None:
                 raise RefusedError(f"--{what}_column {value} has no effect: {dataset_path} has no metadata file.")
-        items = _sidecar_items(folder, files)
+        items = _sidecar_items(folder, files, media_suffixes, frame_folders)
         tables = [name for name in files if _suffix(name) in METADATA_SUFFIXES]
         hint = f" If {tables[0]} holds them, give it by --dataset_metadata." if tables else ""
-    return _judge_captions(items, dataset_path, allow_missing_captions, hint)
+    return _judge_captions(items, dataset_path, allow_missing_captions, media_suffixes, hint)
 
 
 def first_five(problems):
@@ -119,11 +133,11 @@ def first_five(problems):
     return "\n".join(lines)
 
 
-def _judge_captions(items, name, allow_missing_captions, hint=""):
+def _judge_captions(items, name, allow_missing_captions, media_suffixes, hint=""):
     """Turns items into rows, with the one rule for captions that holds for every kind of dataset."""
     if not items:
         raise RefusedError(
-            f"{name} has no items: neither rows of metadata nor pictures ({', '.join(IMAGE_SUFFIXES)})."
+            f"{name} has no items: neither rows of metadata nor files that end in {', '.join(media_suffixes)}."
         )
     rows, unusable, without = [], [], {"empty": [], "missing": []}
     for item in items:
@@ -229,7 +243,7 @@ def _find_metadata(folder, files, dataset_metadata):
         return existing[0]
 
     named = [name for name in files if os.path.splitext(os.path.basename(name))[0].lower() == "metadata"]
-    # Left unread, metadata.json1 would leave a folder of pictures without captions.
+    # Left unread, metadata.json1 would leave a folder without captions.
     for name in named:
         near = _nearest(_suffix(name), METADATA_SUFFIXES)
         if near is not None and near != _suffix(name):
@@ -244,52 +258,74 @@ def _find_metadata(folder, files, dataset_metadata):
     return os.path.join(folder, found[0]) if found else None
 
 
-def _is_hub_layout(files):
-    # Shards are named like nothing else; a repository of them may hold pictures too, for its README.
+def _is_hub_layout(files, media_suffixes):
+    # Shards are named like nothing else; a repository of them may hold pictures or clips too, for its README.
     if any(re.search(r"-\d{5}-of-\d{5}\.(parquet|arrow)$", name) for name in files):
         return True
     suffixes = {_suffix(name) for name in files}
-    return not suffixes.isdisjoint((".parquet", ".arrow")) and suffixes.isdisjoint(IMAGE_SUFFIXES)
+    return not suffixes.isdisjoint((".parquet", ".arrow")) and suffixes.isdisjoint(media_suffixes)
 
 
 # Sidecar folders
 
 
-def _sidecar_items(folder, files):
-    def stem(name):
-        # In one normal form: a picture and its text can come from systems that write accents differently.
-        return unicodedata.normalize("NFC", os.path.splitext(name)[0])
-
-    texts = {stem(name): name for name in files if _suffix(name) == ".txt"}
-    pictures = {}
+def _sidecar_items(folder, files, media_suffixes, frame_folders):
+    texts = {_stem(name): name for name in files if _suffix(name) == ".txt"}
+    media, frames = {}, set()
+    if frame_folders:
+        folders = _picture_folders(files)
+        for place in sorted(folders):
+            key = unicodedata.normalize("NFC", place)
+            if key in texts:
+                media.setdefault(key, []).append(place)
+                frames.update(folders[place])
     for name in files:
-        if _suffix(name) in IMAGE_SUFFIXES:
-            pictures.setdefault(stem(name), []).append(name)
-    shared = [f"{texts[key]}: {', '.join(names)}" for key, names in pictures.items() if key in texts and names[1:]]
+        if _suffix(name) in media_suffixes and name not in frames:
+            media.setdefault(_stem(name), []).append(name)
+    shared = [f"{texts[key]}: {', '.join(names)}" for key, names in media.items() if key in texts and names[1:]]
     if shared:
-        raise RefusedError(f"{folder} has {len(shared)} captions of more than one picture each:\n{first_five(shared)}")
+        raise RefusedError(f"{folder} has {len(shared)} captions of more than one file each:\n{first_five(shared)}")
 
     captions, unreadable = {}, []
-    for key in pictures.keys() & texts.keys():
+    for key in media.keys() & texts.keys():
         try:
             captions[key] = _read_text(os.path.join(folder, texts[key]), texts[key])
         except RefusedError as error:
             unreadable.append(str(error))
     if unreadable:
         raise RefusedError(f"{folder} has {len(unreadable)} unreadable captions:\n{first_five(sorted(unreadable))}")
-    orphans = [name for key, name in texts.items() if key not in pictures]
+    orphans = [name for key, name in texts.items() if key not in media]
     if orphans:
-        logger.warning("%s has %d texts without a picture:\n%s", folder, len(orphans), first_five(orphans))
+        logger.warning("%s has %d texts without a file of their name:\n%s", folder, len(orphans), first_five(orphans))
     items = [
-        _Item(name, captions.get(key), Path(folder, name), name) for key, names in pictures.items() for name in names
+        _Item(name, captions.get(key), Path(folder, name), name) for key, names in media.items() for name in names
     ]
     return sorted(items, key=lambda item: item.id)
+
+
+def _stem(name):
+    # In one normal form: a picture and its text can come from systems that write accents differently.
+    return unicodedata.normalize("NFC", os.path.splitext(name)[0])
+
+
+def _picture_folders(files):
+    """Returns the files of each folder, itself in no other, that holds pictures only."""
+    folders, mixed = {}, set()
+    for name in files:
+        place = os.path.dirname(name)
+        folders.setdefault(place, []).append(name)
+        if _suffix(name) not in IMAGE_SUFFIXES:
+            mixed.add(place)
+        while place:
+            place = os.path.dirname(place)
+            mixed.add(place)
+    return {place: names for place, names in folders.items() if place not in mixed}
 
 
 # Metadata files
 
 
-def _metadata_items(folder, files, metadata, given_columns, allow_missing_captions):
+def _metadata_items(folder, files, metadata, given_columns, allow_missing_captions, media_suffixes, frame_folders):
     base = os.path.dirname(metadata)
     name = _name_in(folder, metadata) if _is_inside(metadata, folder) else metadata
     columns, records = _read_table(metadata, name)
@@ -301,7 +337,7 @@ def _metadata_items(folder, files, metadata, given_columns, allow_missing_captio
         if not isinstance(value, str):
             problems.append(f"{origin}: {media_column} is {reprlib.repr(value)}, not a path")
             continue
-        path, problem = _find_file(value, base, folder)
+        path, problem = _find_file(value, base, folder, frame_folders)
         if problem is not None:
             problems.append(f"{origin}: {value!r} {problem}")
             continue
@@ -321,9 +357,13 @@ def _metadata_items(folder, files, metadata, given_columns, allow_missing_captio
 
     if respelt:
         logger.info("%s: %d files found under another spelling:\n%s", name, len(respelt), first_five(respelt))
-    rowless = [picture for picture in files if _suffix(picture) in IMAGE_SUFFIXES and picture not in origins]
+    rowless = [
+        file
+        for file in files
+        if _suffix(file) in media_suffixes and file not in origins and os.path.dirname(file) not in origins
+    ]
     if rowless:
-        logger.warning("%d pictures have no row in %s:\n%s", len(rowless), name, first_five(rowless))
+        logger.warning("%d files have no row in %s:\n%s", len(rowless), name, first_five(rowless))
     return items
 
 
@@ -331,13 +371,14 @@ def _is_inside(path, folder):
     return os.path.commonpath([path, folder]) == folder
 
 
-def _find_file(value, base, folder):
-    """Looks for the file that a row names: as it is written first, then as other systems would write it.
+def _find_file(value, base, folder, frame_folders):
+    """Looks for the file or folder that a row names: as it is written first, then as other systems would write it.
 
     Args:
         value: The name in the row.
         base: The metadata file's folder, which names are relative to.
         folder: The dataset's folder, tried second.
+        frame_folders: Whether it may be a folder of frames.
 
     Returns:
         The absolute path and None, or None and what is wrong.
@@ -357,6 +398,8 @@ def _find_file(value, base, folder):
         if not os.path.isabs(spelling) and not _is_inside(path, base) and not _is_inside(path, folder):
             problem = "leads out of the dataset"
         elif os.path.isfile(path):
+            return path, None
+        elif frame_folders and os.path.isdir(path) and not _is_inside(base, path) and not _is_inside(folder, path):
             return path, None
     return None, problem
 
@@ -533,7 +576,7 @@ def _pick_column(what, candidates, columns, given, known, name):
 # Hugging Face datasets
 
 
-def _hub_items(name, folder, saved, given_columns, allow_missing_captions):
+def _hub_items(name, folder, saved, given_columns, allow_missing_captions, media_suffixes):
     """Reads a Hugging Face dataset.
 
     Args:
@@ -541,6 +584,7 @@ def _hub_items(name, folder, saved, given_columns, allow_missing_captions):
         folder: Its absolute path, or None if it is on the hub.
         saved: Whether the folder was written by `save_to_disk`.
         given_columns, allow_missing_captions: See `_pick_columns`.
+        media_suffixes: See `read_rows`.
     """
     # Imported here: it takes seconds, and datasets of files never need it.
     import datasets
@@ -562,28 +606,31 @@ def _hub_items(name, folder, saved, given_columns, allow_missing_captions):
         data = data[split]
         if len(splits) > 1:
             logger.info("%s: split %r is used, of %s", name, split, ", ".join(splits))
-    media_column, caption_column = _pick_columns(
-        data.column_names, given_columns, HUB_COLUMNS, name, allow_missing_captions
-    )
+    with_videos = not set(media_suffixes) <= set(IMAGE_SUFFIXES)
+    known = HUB_COLUMNS_WITH_VIDEOS if with_videos else HUB_COLUMNS
+    media_column, caption_column = _pick_columns(data.column_names, given_columns, known, name, allow_missing_captions)
     kind = data.features[media_column]
+    # A column of paths or bytes reads alike as either.
+    is_video = with_videos and not isinstance(kind, datasets.Image)
     data = data.select_columns([column for column in (media_column, caption_column) if column is not None])
     try:
-        # Not decoded by the library: every picture of every kind of dataset goes through our one decoder.
-        data = data.cast_column(media_column, datasets.Image(decode=False))
+        # Not decoded by the library: every item of every kind of dataset goes through our one decoder.
+        data = data.cast_column(media_column, (datasets.Video if is_video else datasets.Image)(decode=False))
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise RefusedError(f"{name}: column {media_column!r} holds {kind}, not pictures.") from error
+        what = "pictures or clips" if with_videos else "pictures"
+        raise RefusedError(f"{name}: column {media_column!r} holds {kind}, not {what}.") from error
 
     items, problems = [], []
     for index, record in enumerate(data):
-        picture = record[media_column] or {}
-        media, path = picture.get("bytes"), picture.get("path")
+        file = record[media_column] or {}
+        media, path = file.get("bytes"), file.get("path")
         origin = f"{split} row {index} ({os.path.basename(path)})" if path else f"{split} row {index}"
         if media is None and path:
             media = Path(folder or "", path)
             if not os.path.isfile(media):
                 problems.append(f"{origin}: {path!r} names no file")
         elif media is None:
-            problems.append(f"{origin}: no picture")
+            problems.append(f"{origin}: no file")
         items.append(_Item(f"{split}/{index}", record.get(caption_column), media, origin))
     if problems:
         raise RefusedError(f"{name} has {len(problems)} rows without a usable file:\n{first_five(problems)}")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from training.data.metadata import read_rows
+from training.data.metadata import IMAGE_SUFFIXES, read_rows
 from training.errors import RefusedError
 
 
@@ -110,7 +110,7 @@ def test_texts_without_a_picture_are_said(tmp_path, caplog):
     folder_of(tmp_path, {"a.jpg": "one"})
     write(tmp_path / "b.txt", "two")
     read_rows(tmp_path)
-    assert "1 texts without a picture:\n  b.txt" in caplog.text
+    assert "1 texts without a file of their name:\n  b.txt" in caplog.text
 
 
 # Captions
@@ -357,7 +357,7 @@ def test_pictures_without_a_row_are_counted(tmp_path, caplog):
     folder_of(tmp_path, {f"{n}.jpg": None for n in range(8)} | {"sub/x.png": None})
     write(tmp_path / "metadata.csv", "file_name,text\n0.jpg,one\n")
     assert len(read_rows(tmp_path)) == 1
-    assert "8 pictures have no row in metadata.csv:\n  1.jpg\n" in caplog.text and "and 3 more" in caplog.text
+    assert "8 files have no row in metadata.csv:\n  1.jpg\n" in caplog.text and "and 3 more" in caplog.text
 
 
 def test_rows_that_repeat_a_file_are_refused(tmp_path):
@@ -588,7 +588,7 @@ def test_problems_of_hugging_face_datasets(tmp_path):
     assert "cannot be used with" in refused(tmp_path / "saved", dataset_metadata="x.csv")
     empty = datasets.Dataset.from_dict({"image": [None], "text": ["one"]}, features=data.features)
     empty.save_to_disk(tmp_path / "empty")
-    assert "train row 0: no picture" in refused(tmp_path / "empty")
+    assert "train row 0: no file" in refused(tmp_path / "empty")
 
 
 def test_damaged_saved_dataset_is_refused(tmp_path):
@@ -621,6 +621,123 @@ def test_hub_id_that_cannot_be_loaded_may_be_a_mistyped_folder(tmp_path, monkeyp
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     message = refused("data/photos")
     assert "data/photos is not a folder here" in message and "no way to data/photos" in message
+
+
+# Clips
+
+
+MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, ".mp4", ".webm")
+
+
+def read_clips(path, **kwargs):
+    return read_rows(path, media_suffixes=MEDIA_SUFFIXES, frame_folders=True, **kwargs)
+
+
+def test_other_suffixes_are_items_when_they_are_asked_for(tmp_path):
+    folder_of(tmp_path, {"a.MP4": "one", "sub/é.webm": "two", "b.png": "three"})
+    write(tmp_path / "c.mkv")
+    assert pairs(read_clips(tmp_path)) == [("a.MP4", "one"), ("b.png", "three"), ("sub/é.webm", "two")]
+    assert pairs(read_rows(tmp_path)) == [("b.png", "three")]
+    (tmp_path / "b.png").unlink()
+    assert "no items" in refused(tmp_path)
+    assert "nor files that end in .avi, .mov" in refused(tmp_path, media_suffixes=(".avi", ".mov"))
+
+
+def test_a_clip_and_its_text_in_different_normal_forms_belong_together(tmp_path):
+    write(tmp_path / unicodedata.normalize("NFC", "é.mp4"))
+    write(tmp_path / unicodedata.normalize("NFD", "é.txt"), "one")
+    write(tmp_path / unicodedata.normalize("NFD", "frames é") / "0.png")
+    write(tmp_path / unicodedata.normalize("NFC", "frames é.txt"), "two")
+    assert [row.caption for row in read_clips(tmp_path)] == ["two", "one"]
+
+
+def test_a_folder_of_pictures_with_a_text_of_its_name_is_one_item(tmp_path):
+    for name in ("clip.v2/0.png", "clip.v2/1.jpg", "sub/deep/0.png", "loose/0.png", "mixed/0.png", "mixed/a.mp4"):
+        write(tmp_path / name)
+    for name in ("clip.v2", "sub/deep", "sub", "loose/0", "mixed", "mixed/0", "mixed/a"):
+        write(tmp_path / f"{name}.txt", f"caption of {name}")
+    rows = read_clips(tmp_path)
+    assert pairs(rows) == [
+        ("clip.v2", "caption of clip.v2"),
+        ("loose/0.png", "caption of loose/0"),
+        ("mixed/0.png", "caption of mixed/0"),
+        ("mixed/a.mp4", "caption of mixed/a"),
+        ("sub/deep", "caption of sub/deep"),
+    ]
+    assert [row.media for row in rows] == [tmp_path / row.id for row in rows]
+    # Without being asked, a folder is a place and its pictures are the items.
+    rows = read_rows(tmp_path, allow_missing_captions=True)
+    assert [row.id for row in rows] == [
+        *("clip.v2/0.png", "clip.v2/1.jpg", "loose/0.png", "mixed/0.png", "sub/deep/0.png")
+    ]
+
+
+def test_a_text_that_belongs_to_a_folder_and_a_clip_is_refused(tmp_path):
+    folder_of(tmp_path, {"a.mp4": "one", "a/0.png": None})
+    message = refused(tmp_path, media_suffixes=MEDIA_SUFFIXES, frame_folders=True)
+    assert "1 captions of more than one file each:\n  a.txt: a, a.mp4" in message
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_rows_name_clips_and_folders(tmp_path, suffix, caplog):
+    caplog.set_level(logging.INFO)
+    for name in ("a.mp4", "sub/é 1.webm", "sub/frames/0.png", "sub/frames/1.png", "b.png", "more.mp4", "rest/0.png"):
+        write(tmp_path / name)
+    rows = [["a.mp4", "one"], ["sub\\é 1.webm", "two"], ["sub\\frames", "three"], ["b.png", "four"]]
+    write_table(tmp_path / f"metadata{suffix}", ["video", "prompt"], rows)
+    rows = read_clips(tmp_path)
+    assert pairs(rows) == [("a.mp4", "one"), ("sub/é 1.webm", "two"), ("sub/frames", "three"), ("b.png", "four")]
+    assert [row.media for row in rows] == [tmp_path / row.id for row in rows]
+    assert f"2 files have no row in metadata{suffix}:\n  more.mp4\n  rest/0.png" in caplog.text
+    assert "2 files found under another spelling" in caplog.text
+    # A row may name any file, but a folder only where folders are items.
+    message = refused(tmp_path)
+    assert "1 rows without a usable file" in message and "names no file" in message
+
+
+def test_rows_that_name_no_folder_of_frames(tmp_path):
+    for name in ("dataset/a/0.png", "out/0.png"):
+        write(tmp_path / name)
+    names = ["", ".", "a/..", "..", "../out", "/", str(tmp_path), "a/0", "nul\0", "\ud800", "n" * 5000]
+    write(tmp_path / "dataset" / "metadata.json", json.dumps([{"file_name": name, "text": "x"} for name in names]))
+    with pytest.raises(RefusedError, match="11 rows without a usable file"):
+        read_clips(tmp_path / "dataset")
+    write_table(tmp_path / "dataset" / "metadata.json", ["file_name", "text"], [["./a/", "x"]])
+    assert pairs(read_clips(tmp_path / "dataset")) == [("a", "x")]
+    write_table(tmp_path / "dataset" / "metadata.json", ["file_name", "text"], [[str(tmp_path / "out"), "x"]])
+    assert pairs(read_clips(tmp_path / "dataset")) == [("../out", "x")]
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_hugging_face_datasets_of_clips(tmp_path, embedded):
+    clip = write(tmp_path / "a.mp4", b"what a clip holds")
+    column = [{"bytes": clip.read_bytes(), "path": "a.mp4"} if embedded else {"bytes": None, "path": str(clip)}]
+    features = datasets.Features({"video": datasets.Video(decode=False), "text": datasets.Value("string")})
+    data = datasets.Dataset.from_dict({"video": column, "text": ["one"]}, features=features)
+    data.save_to_disk(tmp_path / "saved")
+    (tmp_path / "shards").mkdir()
+    data.to_parquet(tmp_path / "shards" / "train-00000-of-00001.parquet")
+    for name in ("saved", "shards"):
+        # What is written embeds the files that it is made of, in both cases.
+        rows = [(row.id, row.caption, row.media, row.origin) for row in read_clips(tmp_path / name)]
+        assert rows == [("train/0", "one", b"what a clip holds", "train row 0 (a.mp4)")]
+        assert "no media column (image)" in refused(tmp_path / name)
+
+
+def test_hugging_face_columns_of_plain_paths_and_of_pictures(tmp_path):
+    clip = write(tmp_path / "a.mp4")
+    datasets.Dataset.from_dict({"video": [str(clip)], "text": ["one"]}).save_to_disk(tmp_path / "paths")
+    assert [row.media for row in read_clips(tmp_path / "paths")] == [clip]
+    data, pictures = picture_dataset(tmp_path / "source", ["one"])
+    data.save_to_disk(tmp_path / "pictures")
+    assert [row.media for row in read_clips(tmp_path / "pictures")] == pictures
+    data.add_column("video", [str(clip)]).save_to_disk(tmp_path / "both")
+    with pytest.raises(RefusedError, match=r"several media columns \(image, video\): pick one by --media_column"):
+        read_clips(tmp_path / "both")
+    assert [row.media for row in read_clips(tmp_path / "both", media_column="video")] == [clip]
+    datasets.Dataset.from_dict({"video": [1.5], "text": ["one"]}).save_to_disk(tmp_path / "numbers")
+    with pytest.raises(RefusedError, match="column 'video' holds .*, not pictures or clips"):
+        read_clips(tmp_path / "numbers")
 
 
 # Any text

@@ -1,0 +1,367 @@
+"""Wan-Video, 2.1 and 2.2: load its parts, encode prompts and clips, and run the transformer block by block.
+
+Shapes: B batch, N frames of pixels, F latent frames (1 + (N - 1) / 4), H W latent height and width (pixels / 8, or
+/ 16 with the VAE of TI2V-5B), C latent channels (16, or 48 there), T tokens (F * H/2 * W/2), L text tokens (512),
+J width of the text encoder, I tokens of one image embedding (257), D width of the transformer.
+"""
+
+import dataclasses
+import functools
+import re
+
+import ftfy  # noqa: F401  without it the stock pipeline leaves out a part of its cleaning of prompts, and says nothing
+import torch
+from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from PIL import Image
+
+from memory.checkpointing import gradient_checkpoint_forward
+from memory.plan import per_block
+from pipelines import loading
+
+
+# The pipelines cut and pad prompts to this, though `encode_prompt` alone would take 226.
+MAX_SEQUENCE_LENGTH = 512
+
+LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj", "ffn.net.0.proj", "ffn.net.2")
+
+
+# ---------------------------------------------------------------- variants
+
+
+@dataclasses.dataclass(frozen=True)
+class WanVariant:
+    """Which of the Wan models a pipeline folder holds, and what follows from it.
+
+    Args:
+        tasks (`tuple[str, ...]`): What it can be trained for: `"t2v"`, `"i2v"`, `"flf2v"` (first and last frame).
+        boundary_ratio (`float`, *optional*): The sigma from which on the expert for high noise is at work.
+        expand_timesteps (`bool`): TI2V-5B, whose condition is a clean first latent frame with timestep 0.
+        divisor (`int`): Height and width in pixels are multiples of it.
+        height, width (`int`), num_frames (`int`), fps (`float`): Defaults, in pixels, frames and frames per second.
+    """
+
+    tasks: tuple[str, ...]
+    boundary_ratio: float | None
+    expand_timesteps: bool
+    divisor: int
+    height: int
+    width: int
+    num_frames: int
+    fps: float
+
+    @property
+    def experts(self):
+        """The names of the experts, empty where there is one transformer."""
+        return () if self.boundary_ratio is None else ("high_noise", "low_noise")
+
+    def sigma_range(self, expert):
+        """Return the (lowest, highest) sigma at which `expert`, None for an only transformer, is used."""
+        return {
+            "high_noise": (self.boundary_ratio, 1.0),
+            "low_noise": (0.0, self.boundary_ratio),
+            None: (0.0, 1.0),
+        }[expert]
+
+    def sigma_shift(self, height, width, task):
+        """Return the default shift of sigmas at a size in pixels.
+
+        That of the authors' inference code; the schedulers of the published pipelines say something else.
+        """
+        if task == "flf2v" or self.experts or self.expand_timesteps:
+            return 5.0
+        return 3.0 if height * width <= 832 * 480 else 5.0
+
+
+def find_variant(pretrained_model_name_or_path, **hub):
+    """Return the `WanVariant` of a pipeline folder or hub id, from its configs alone.
+
+    Raises:
+        ValueError: It is another pipeline.
+    """
+    hub.pop("variant", None)  # names weights, not configs
+    index = WanPipeline.load_config(pretrained_model_name_or_path, **hub)
+    allowed = (WanPipeline.__name__, WanImageToVideoPipeline.__name__)
+    if index.get("_class_name") not in allowed:
+        raise ValueError(f"it is a {index.get('_class_name')}; allowed are {' and '.join(allowed)}")
+    vae = AutoencoderKLWan.load_config(pretrained_model_name_or_path, subfolder="vae", **hub)
+    transformer = WanTransformer3DModel.load_config(pretrained_model_name_or_path, subfolder="transformer", **hub)
+    expand_timesteps = index.get("expand_timesteps", False)
+    if expand_timesteps:
+        tasks, size = ("t2v", "i2v"), {"height": 704, "width": 1280, "num_frames": 121, "fps": 24.0}
+    else:
+        conditioned = transformer["in_channels"] != transformer["out_channels"]
+        two_images = transformer.get("pos_embed_seq_len") is not None
+        tasks = (("flf2v",) if two_images else ("i2v",)) if conditioned else ("t2v",)
+        size = {"height": 480, "width": 832, "num_frames": 81, "fps": 16.0}
+    return WanVariant(
+        tasks=tasks,
+        boundary_ratio=index.get("boundary_ratio"),
+        expand_timesteps=expand_timesteps,
+        divisor=vae.get("scale_factor_spatial", 8) * transformer["patch_size"][1],
+        **size,
+    )
+
+
+def min_frames(task):
+    """Return how many frames a clip needs: one will do for t2v; else two latent frames, one given and one to learn."""
+    return 1 if task == "t2v" else 5
+
+
+def transformer_subfolder(expert):
+    """Return where the pipeline has the transformer of `expert`, None for an only one."""
+    return "transformer_2" if expert == "low_noise" else "transformer"
+
+
+def default_lora_targets(transformer):
+    """Return the layers that a LoRA adapts if nothing else is said: all of `LORA_TARGETS` that the model has."""
+    names = [name for name, _ in transformer.named_modules()]
+    return [target for target in LORA_TARGETS if any(name.endswith("." + target) for name in names)]
+
+
+def never_trained_modules(transformer):
+    """Return the names of the modules that the architecture gives no gradient: none."""
+    return []
+
+
+# ---------------------------------------------------------------- parts
+
+
+load_transformer = functools.partial(loading.load_transformer, WanTransformer3DModel)
+load_transformer_skeleton = functools.partial(loading.load_transformer_skeleton, WanTransformer3DModel)
+check_weights = loading.check_weights
+
+
+def load_prompt_encoder(pretrained_model_name_or_path, *, device, dtype=torch.bfloat16, **hub):
+    """Load the stock pipeline with nothing but its tokenizer and text encoder.
+
+    Args:
+        hub: `revision` and `variant`, as `from_pretrained` takes them.
+    """
+    pipeline = WanPipeline.from_pretrained(
+        pretrained_model_name_or_path, transformer=None, transformer_2=None, vae=None, dtype=dtype, **hub
+    )
+    return pipeline.to(device)
+
+
+def load_clip_encoder(pretrained_model_name_or_path, *, device, **hub):
+    """Load the stock image-to-video pipeline with nothing but its VAE and, if it has one, image encoder, in fp32."""
+    parts = {"tokenizer": None, "text_encoder": None, "transformer": None, "transformer_2": None}
+    pipeline = WanImageToVideoPipeline.from_pretrained(
+        pretrained_model_name_or_path, dtype=torch.float32, **parts, **hub
+    )
+    return pipeline.to(device)
+
+
+# ---------------------------------------------------------------- encoding
+
+
+@torch.no_grad()
+def encode_prompt(pipeline, prompt):
+    """Encode one caption exactly as the stock pipeline does: cleaned, cut, and padded with zeros to 512 tokens.
+
+    Args:
+        pipeline (`WanPipeline`): From `load_prompt_encoder`.
+        prompt (`str`): The caption.
+
+    Returns:
+        `torch.Tensor` of shape (L, J).
+    """
+    prompt_embeds, _ = pipeline.encode_prompt(
+        prompt, do_classifier_free_guidance=False, max_sequence_length=MAX_SEQUENCE_LENGTH
+    )
+    return prompt_embeds[0]
+
+
+def count_prompt_tokens(pipeline, prompt):
+    """Return how many tokens of `prompt` go in, and how many the pipeline keeps of them."""
+    num_tokens = len(pipeline.tokenizer(prompt_clean(prompt)).input_ids)
+    return num_tokens, min(num_tokens, MAX_SEQUENCE_LENGTH)
+
+
+@torch.no_grad()
+def encode_clip(pipeline, pixel_values, *, task):
+    """Encode one clip to all that a sample of it holds beside its caption.
+
+    Args:
+        pipeline (`WanImageToVideoPipeline`): From `load_clip_encoder`.
+        pixel_values (`torch.Tensor` of shape (3, N, height, width)): In [-1, 1], N of the form 4n + 1.
+        task (`str`): `"t2v"`; `"i2v"`, whose condition is the first frame; `"flf2v"`, the first and the last.
+
+    Returns:
+        `dict` of fp32 tensors: `latents` (C, F, H, W), the mode of the posterior, (z - mean) / std. For TI2V-5B from
+        image to video the first latent frame is that of the image alone. For other conditioned models also
+        `condition` (4 + C, F, H, W), the mask and the latents of the condition, and where the model has an image
+        encoder `image_embeds` (images, I, width of the image encoder).
+    """
+    pixel_values = pixel_values[None].to(pipeline.vae.device, pipeline.vae.dtype)  # (1, 3, N, height, width)
+    sample = {"latents": _normalised(pipeline.vae, pipeline.vae.encode(pixel_values).latent_dist.mode())}
+    if task != "t2v":
+        first = pixel_values[:, :, 0]
+        last = pixel_values[:, :, -1] if task == "flf2v" else None
+        condition = _prepare_condition(pipeline, first, last, num_frames=pixel_values.shape[2])
+        if pipeline.config.expand_timesteps:
+            sample["latents"][:, :, :1] = condition  # (1, C, 1, H, W)
+        else:
+            sample["condition"] = condition  # (1, 4 + C, F, H, W)
+        if pipeline.image_encoder is not None:
+            images = [_to_image(frame[0]) for frame in (first, last) if frame is not None]
+            sample["image_embeds"] = pipeline.encode_image(images)[None]  # (1, images, I, width)
+    return {name: tensor[0].float() for name, tensor in sample.items()}
+
+
+def _normalised(vae, latents):
+    # Multiplied by 1 / std instead of divided by it, to have the bits of the stock pipeline's conditions.
+    mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1).to(latents)
+    std = 1.0 / torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1).to(latents)
+    return (latents - mean) * std
+
+
+def _prepare_condition(pipeline, image, last_image, *, num_frames):
+    """Return what the stock pipeline makes of first and last frames (1, 3, height, width) at the start of sampling."""
+    height, width = image.shape[-2:]
+    prepared = pipeline.prepare_latents(
+        image,
+        batch_size=1,
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        dtype=torch.float32,
+        device=image.device,
+        latents=torch.zeros(()),  # the noise, which is not looked at
+        last_image=last_image,
+    )
+    return prepared[1]
+
+
+def _to_image(frame):
+    """Turn a frame (3, height, width) in [-1, 1] back into the picture that it was."""
+    return Image.fromarray(((frame + 1) * 127.5).round().byte().permute(1, 2, 0).cpu().numpy())
+
+
+# ---------------------------------------------------------------- the transformer
+
+
+def clean_first_frame(noisy_latents, latents, timestep):
+    """Prepare the inputs of TI2V-5B from image to video: the first latent frame is clean, and its tokens say so.
+
+    Args:
+        noisy_latents, latents (`torch.Tensor` of shape (B, C, F, H, W))
+        timestep (`torch.Tensor` of shape (B,))
+
+    Returns:
+        `tuple` of `hidden_states` (B, C, F, H, W) and `timestep` (B, T), 0 for the tokens of the first frame.
+    """
+    _, _, num_frames, height, width = latents.shape
+    hidden_states = torch.cat([latents[:, :, :1], noisy_latents[:, :, 1:]], dim=2)
+    tokens_per_frame = height // 2 * (width // 2)
+    timestep = timestep[:, None].repeat(1, num_frames * tokens_per_frame)
+    timestep[:, :tokens_per_frame] = 0
+    return hidden_states, timestep
+
+
+def block_lists(transformer):
+    """Return the number of blocks by the name of their list, in the order in which they run."""
+    return {"blocks": len(transformer.blocks)}
+
+
+def model_fn_wan_video(
+    transformer,
+    *,
+    hidden_states,
+    timestep,
+    encoder_hidden_states,
+    encoder_hidden_states_image=None,
+    use_gradient_checkpointing=False,
+    use_gradient_checkpointing_offload=False,
+):
+    """Predict the flow. Equal to `transformer(..., return_dict=False)[0]` bit for bit.
+
+    Args:
+        transformer (`WanTransformer3DModel`)
+        hidden_states (`torch.Tensor` of shape (B, channels, F, H, W)): Noisy latents, then mask and condition.
+        timestep (`torch.Tensor` of shape (B,) or (B, T)): In [0, 1000]; one per sample, or one per token.
+        encoder_hidden_states (`torch.Tensor` of shape (B, L, J))
+        encoder_hidden_states_image (`torch.Tensor` of shape (B, I, image width), *optional*):
+            (2B, I, image width) where the model takes a first and a last frame.
+        use_gradient_checkpointing, use_gradient_checkpointing_offload (`bool` or one per block)
+
+    Returns:
+        `torch.Tensor` of shape (B, C, F, H, W).
+    """
+    checkpointing = per_block(use_gradient_checkpointing, len(transformer.blocks))
+    offload = per_block(use_gradient_checkpointing_offload, len(transformer.blocks))
+    patch_size = transformer.config.patch_size
+    grid = [side // patch for side, patch in zip(hidden_states.shape[2:], patch_size, strict=True)]  # F, H/2, W/2
+
+    rotary_emb = transformer.rope(hidden_states)  # cosines and sines, (1, T, 1, width of a head) each
+    hidden_states = transformer.patch_embedding(hidden_states)  # (B, D, F, H/2, W/2)
+    # Contiguous, as in the stock forward: the kernels of the blocks round by the layout.
+    hidden_states = hidden_states.flatten(2).transpose(1, 2).contiguous()  # (B, T, D)
+    temb, timestep_proj, encoder_hidden_states, encoder_hidden_states_image = transformer.condition_embedder(
+        timestep.flatten(),
+        encoder_hidden_states,
+        encoder_hidden_states_image,
+        timestep_seq_len=timestep.shape[1] if timestep.ndim == 2 else None,
+    )  # (B, [T,] D), (B, [T,] 6 * D), (B, L, D), (B, I, D)
+    timestep_proj = timestep_proj.unflatten(-1, (6, -1))  # (B, [T,] 6, D)
+    if encoder_hidden_states_image is not None:
+        encoder_hidden_states = torch.cat([encoder_hidden_states_image, encoder_hidden_states], dim=1)  # (B, I + L, D)
+
+    for index, block in enumerate(transformer.blocks):
+        hidden_states = gradient_checkpoint_forward(
+            block,
+            checkpointing[index],
+            offload[index],
+            hidden_states=hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            temb=timestep_proj,
+            rotary_emb=rotary_emb,
+        )
+
+    temb = temb.view(len(temb), -1, 1, temb.shape[-1])  # (B, 1 or T, 1, D)
+    shift, scale = (transformer.scale_shift_table + temb).unbind(2)  # (B, 1 or T, D) each
+    hidden_states = (transformer.norm_out(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states)
+    hidden_states = transformer.proj_out(hidden_states)  # (B, T, patch * C)
+    hidden_states = hidden_states.reshape(len(hidden_states), *grid, *patch_size, -1)
+    hidden_states = hidden_states.permute(0, 7, 1, 4, 2, 5, 3, 6)  # (B, C, F, 1, H/2, 2, W/2, 2)
+    return hidden_states.flatten(6, 7).flatten(4, 5).flatten(2, 3)  # (B, C, F, H, W)
+
+
+# ---------------------------------------------------------------- names in LoRA files
+
+# From diffusers to the names of the model's authors, which ComfyUI knows and diffusers converts.
+_ORIGINAL_NAMES = {
+    "attn1": "self_attn",
+    "attn2": "cross_attn",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "o",
+    "add_k_proj": "k_img",
+    "add_v_proj": "v_img",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "proj_out": "head.head",
+}
+
+
+def lora_export_name(name):
+    """Return the name in a LoRA file of a layer called `name` in diffusers.
+
+    Raises:
+        KeyError: No such layer is known.
+    """
+    in_block = re.fullmatch(r"(blocks\.\d+)\.(?:(attn\d)\.)?(.+)", name)
+    if in_block is None:
+        return f"diffusion_model.{_ORIGINAL_NAMES[name]}"
+    block, attention, layer = in_block.groups()
+    parts = [block, *([_ORIGINAL_NAMES[attention]] if attention else []), _ORIGINAL_NAMES[layer]]
+    return f"diffusion_model.{'.'.join(parts)}"

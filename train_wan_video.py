@@ -1,0 +1,277 @@
+"""Fine-tune Wan-Video, LoRA or full: text, image, or first and last frame to video.
+
+On one device, on several, and on a CPU:
+    python train_wan_video.py --pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-1.3B-Diffusers --dataset_path DIR ...
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_wan_video.py ...
+    accelerate launch --config_file accelerate_configs/cpu.yaml train_wan_video.py ...
+Runnable settings for each model: scripts/wan_video/.
+"""
+
+import logging
+import sys
+
+from training.arguments import parse_args, resolve_for_model
+from training.errors import exit_codes
+
+
+# What the help text says; the values themselves depend on the model and stand in its `WanVariant`.
+FAMILY = {
+    "flags": ("num_frames", "fps", "clip_part", "task", "expert"),
+    "divisor": "16 (TI2V-5B: 32)",
+    "height": "480 (TI2V-5B: 704)",
+    "width": "832 (TI2V-5B: 1280)",
+    "num_frames": "81 (TI2V-5B: 121)",
+    "fps": "16 (TI2V-5B: 24)",
+    "lora_target_modules": "to_q,to_k,to_v,to_out.0,ffn.net.0.proj,ffn.net.2, add_k_proj,add_v_proj where present",
+    "tasks": "TI2V-5B",
+    "experts": "Wan2.2 A14B",
+    "timestep_sampling": "uniform",
+    "sigma_shift": "5, but 3 for Wan2.1 T2V and I2V up to 832x480 pixels",
+    "dropped_caption": "an empty caption",
+}
+
+# bitsandbytes, if it is installed, warns at import of CPU kernels that nothing here uses.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+if __name__ == "__main__":
+    # Before torch is imported, so that a typo is answered at once.
+    with exit_codes():
+        args = parse_args(sys.argv[1:], description=__doc__, values=FAMILY, resolve=False)
+
+import dataclasses
+import pathlib
+from functools import partial
+
+import torch
+from diffusers import WanImageToVideoPipeline, WanPipeline
+from diffusers.training_utils import free_memory
+
+from memory.plan import MemoryPlan
+from pipelines import wan_video as pipeline
+from training.checkpoints import find_checkpoint
+from training.data.batches import TrainingDataset, plan_batches
+from training.data.encoding import encode_captions, encode_media, warn_of_truncated_captions
+from training.data.metadata import IMAGE_SUFFIXES, read_rows
+from training.data.videos import VIDEO_SUFFIXES, inspect_clips, read_clip
+from training.errors import RefusedError, refuse_unreadable_model
+from training.export import LORA_FILE, export
+from training.flow_matching import sigma_law
+from training.launch import make_output_dir, start_accelerator
+from training.loop import train
+from training.module import DiffusionTrainingModule, add_lora, find_lora_targets, train_all_weights
+from training.optimizers import find_optimizer
+from training.reporting import RunRecord
+
+
+DROPPED_CAPTION = ""
+
+
+class WanVideoTrainingModule(DiffusionTrainingModule):
+    """Wan-Video from text, image, or first and last frame to video.
+
+    Args:
+        transformer (`WanTransformer3DModel`)
+        first_frame_is_clean (`bool`): TI2V-5B from image to video: its condition is the first latent frame itself.
+        use_gradient_checkpointing, use_gradient_checkpointing_offload (`bool` or one per block)
+        loss_weighting (`str`): See `flow_loss`.
+    """
+
+    def __init__(
+        self,
+        transformer,
+        *,
+        first_frame_is_clean=False,
+        use_gradient_checkpointing=False,
+        use_gradient_checkpointing_offload=False,
+        loss_weighting="none",
+    ):
+        super().__init__(transformer, loss_weighting=loss_weighting)
+        self.first_frame_is_clean = first_frame_is_clean
+        self.use_gradient_checkpointing = use_gradient_checkpointing
+        self.use_gradient_checkpointing_offload = use_gradient_checkpointing_offload
+        self.dtype = transformer.patch_embedding.weight.dtype
+
+    def predict(self, noisy_latents, timestep, batch):
+        """Predict the flow of `noisy_latents` (B, C, F, H, W)."""
+        hidden_states, image_embeds = noisy_latents, batch.get("image_embeds")
+        if self.first_frame_is_clean:
+            hidden_states, timestep = pipeline.clean_first_frame(noisy_latents, batch["latents"], timestep)
+        elif "condition" in batch:
+            hidden_states = torch.cat([noisy_latents, batch["condition"]], dim=1)  # (B, C + 4 + C, F, H, W)
+        if image_embeds is not None:
+            image_embeds = image_embeds.flatten(0, 1).to(self.dtype)  # (B * images, I, width of the image encoder)
+        return pipeline.model_fn_wan_video(
+            self.transformer,
+            hidden_states=hidden_states.to(self.dtype),
+            timestep=timestep,
+            encoder_hidden_states=batch["prompt_embeds"].to(self.dtype),  # (B, L, J)
+            encoder_hidden_states_image=image_embeds,
+            use_gradient_checkpointing=self.use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=self.use_gradient_checkpointing_offload,
+        )
+
+    def trained_part(self, flow):
+        """Leave the first latent frame of `flow` (B, C, F, H, W) out where it is clean."""
+        return flow[:, :, 1:] if self.first_frame_is_clean else flow
+
+
+def main(args):
+    accelerator = start_accelerator(args)
+    model = args.pretrained_model_name_or_path
+    hub = {"revision": args.revision, "variant": args.variant}
+    dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
+    output_dir = pathlib.Path(args.output_dir)
+
+    # ---- all that can be refused, before a model is loaded
+    with refuse_unreadable_model(args):
+        variant = pipeline.find_variant(model, **hub)
+        skeleton = pipeline.load_transformer_skeleton(model, transformer_path=args.transformer_path, **hub)
+    values = {"experts": variant.experts, "lora_target_modules": ",".join(pipeline.default_lora_targets(skeleton))}
+    resolve_for_model(args, dataclasses.asdict(variant) | values)
+    task = args.task or variant.tasks[0]
+    experts = variant.experts if args.expert == "both" else (args.expert,)
+    optimizer_class, optimizer_arguments = find_optimizer(args)
+    checkpoint, resumed = find_checkpoint(args)
+    never_trained = pipeline.never_trained_modules(skeleton)
+    if args.training_mode == "lora":
+        targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
+    plan = MemoryPlan.from_args(args, pipeline.block_lists(skeleton))
+    rows = read_rows(
+        args.dataset_path,
+        dataset_metadata=args.dataset_metadata,
+        media_column=args.media_column,
+        caption_column=args.caption_column,
+        allow_missing_captions=args.allow_missing_captions,
+        media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES),
+        frame_folders=True,
+    )
+    records = inspect_clips(
+        rows,
+        height=args.height,
+        width=args.width,
+        max_pixels=args.max_pixels,
+        divisor=variant.divisor,
+        num_frames=args.num_frames,
+        fps=args.fps,
+        clip_part=args.clip_part,
+        seed=args.seed,
+        min_frames=pipeline.min_frames(task),
+    )
+    items = [(row, record) for row, record in zip(rows, records, strict=True) if record["decision"] == "used"]
+    sizes = [record["used"]["size"] for _, record in items]
+    laws = {
+        expert: [
+            sigma_law(args, variant.sigma_shift(height, width, task), variant.sigma_range(expert))
+            for width, height in sizes
+        ]
+        for expert in experts
+    }
+    batches, last_step = plan_batches(
+        args,
+        [record for _, record in items],
+        accelerator.num_processes,
+        resumed=resumed,
+        num_stages=len(experts),
+    )
+    for stage, expert in enumerate(experts):
+        if resumed["step"] > (stage + 1) * last_step and not (output_dir / expert / LORA_FILE).is_file():
+            raise RefusedError(
+                f"--resume_from_checkpoint: the checkpoint is of a later expert, and {output_dir} does not have the "
+                f"LoRA of {expert}; resume in the --output_dir of that run."
+            )
+    make_output_dir(output_dir)
+
+    # ---- the encoders, each used once and let go
+    with refuse_unreadable_model(args):
+        for expert in experts:
+            subfolder = pipeline.transformer_subfolder(expert)
+            pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path, subfolder=subfolder)
+        prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
+        clip_encoder = pipeline.load_clip_encoder(model, device="cpu", **hub)
+    captions = [row.caption for row, _ in items] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
+    warn_of_truncated_captions(captions, partial(pipeline.count_prompt_tokens, prompt_encoder))
+    embeds = encode_captions(captions, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
+    del prompt_encoder
+    free_memory()
+    clip_encoder.to(accelerator.device)
+    encoded = encode_media(items, read_clip, partial(pipeline.encode_clip, clip_encoder, task=task), accelerator)
+    del clip_encoder
+    free_memory()
+    samples = [
+        {"id": row.id, "prompt_embeds": embeds[row.caption], **tensors}
+        for (row, _), tensors in zip(items, encoded, strict=True)
+    ]
+
+    for stage, expert in enumerate(experts):
+        steps_before = stage * last_step
+        if resumed["step"] > steps_before + last_step:
+            continue  # of this expert the file is there already
+        dataset = TrainingDataset(
+            samples,
+            laws[expert],
+            seed=args.seed,
+            caption_dropout=args.caption_dropout,
+            dropped_prompt_embeds=embeds.get(DROPPED_CAPTION),
+        )
+
+        # ---- the transformer
+        subfolder = pipeline.transformer_subfolder(expert)
+        with refuse_unreadable_model(args):
+            transformer = pipeline.load_transformer(
+                model, dtype=dtype, transformer_path=args.transformer_path, subfolder=subfolder, **hub
+            )
+        if args.training_mode == "lora":
+            add_lora(transformer, targets, args)
+        else:
+            train_all_weights(transformer, never_trained=never_trained)
+        module = WanVideoTrainingModule(
+            transformer,
+            first_frame_is_clean=variant.expand_timesteps and task == "i2v",
+            loss_weighting=args.loss_weighting,
+            **plan.arguments("blocks"),
+        )
+
+        # ---- training and its results
+        accelerator = start_accelerator(args)  # its own for each expert: it holds on to what it prepared
+        accelerator.print(batches.describe(last_step))
+        run = RunRecord(accelerator, args, plan=plan, module=module, records=records, never_trained=never_trained)
+        resumed_steps = max(resumed["step"] - steps_before, 0)
+        train(
+            accelerator,
+            module,
+            dataset,
+            batches,
+            args,
+            optimizer_class=optimizer_class,
+            optimizer_arguments=optimizer_arguments,
+            steps=range(resumed_steps + 1, last_step + 1),
+            checkpoint=checkpoint if resumed_steps else None,
+            expert=expert,
+            steps_before=steps_before,
+        )
+        if accelerator.is_main_process:
+            stock_class = WanPipeline if task == "t2v" else WanImageToVideoPipeline
+            parts = {"transformer": transformer, "transformer_2": transformer}  # it is checked in its own place
+            stock = stock_class(scheduler=None, vae=None, text_encoder=None, tokenizer=None, **parts)
+            export(
+                args,
+                stock,
+                module,
+                dataset,
+                prefix="transformer",
+                export_name=pipeline.lora_export_name,
+                expert=expert,
+                subfolder=subfolder,
+                further_info={"sigma_range": "{} to {}".format(*variant.sigma_range(expert))},
+            )
+            run.finish()
+        accelerator.wait_for_everyone()
+        accelerator.free_memory()
+        del transformer, module, dataset
+        free_memory()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    with exit_codes():
+        main(args)

@@ -1,0 +1,560 @@
+"""Decodes clips and brings them to the length, rate and size they train at: file -> frames -> (3, F, H, W) tensor.
+
+A clip is a video file, an animated gif, a folder of frames, or a picture, which is a clip of one frame. What a
+container says about its frames is often wrong, so they are decoded and counted, and their times are read, once before
+a model loads. From then on the record of a clip names its frames.
+"""
+
+import contextlib
+import io
+import logging
+import math
+import os
+import re
+import zlib
+from functools import partial
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+from av.video.reformatter import ColorRange, Colorspace, ColorTrc, Interpolation
+from PIL import Image
+
+from training.data.images import cover_and_crop, inspect_each, on_white, open_image, row_name, target_size, to_tensor
+from training.data.metadata import IMAGE_SUFFIXES, first_five
+from training.errors import RefusedError
+
+
+logger = logging.getLogger(__name__)
+
+VIDEO_SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
+
+# Numbers of ITU-T H.273, which files carry, to swscale's: two of them are BT.601.
+MATRICES = {
+    1: Colorspace.ITU709,
+    4: Colorspace.FCC,
+    5: Colorspace.ITU601,
+    6: Colorspace.ITU601,
+    7: Colorspace.SMPTE240M,
+    9: Colorspace.BT2020,
+}
+UNTAGGED_MATRIX = 2
+HDR_CURVES = {ColorTrc.SMPTE2084: "PQ", ColorTrc.ARIB_STD_B67: "HLG"}
+
+# The exact arithmetic of swscale, with chroma interpolated in both directions; its default rounds and repeats.
+SWSCALE_FLAGS = (
+    Interpolation.BICUBIC
+    | Interpolation.FULL_CHR_H_INT
+    | Interpolation.FULL_CHR_H_INP
+    | Interpolation.ACCURATE_RND
+    | Interpolation.BITEXACT
+)
+
+# A frame that comes late by up to this part of the mean interval, and half a millisecond, to which mkv rounds, counts.
+LATE = 0.25
+LATE_SECONDS = 0.0005
+
+
+def inspect_clips(rows, *, height, width, max_pixels, divisor, num_frames, fps, clip_part, seed, min_frames=1):
+    """Decodes and counts every clip once, so that a bad one is known before a model loads, and chooses its frames.
+
+    Frame k of what is trained on shows what the source shows at k / `fps` seconds from the start of the part: faster
+    sources are thinned out, frames of slower ones are repeated. A folder of frames is taken to be at `fps` already.
+
+    Args:
+        rows: A list of `training.data.metadata.Row`.
+        height, width, max_pixels, divisor: See `training.data.images.target_size`.
+        num_frames: The most frames to use, 4n + 1. Shorter clips are rounded down to 4n + 1.
+        fps: Frames per second to train at.
+        clip_part: What to use of a clip with more frames: "start", "middle", or "random", one draw for each id.
+        seed: Of the draw.
+        min_frames: Clips with fewer frames are dropped.
+
+    Returns:
+        For each row its record of `dataset.jsonl`, a dict. `used` is None where `decision` is "dropped", and holds
+        `size` (width, height), `frames`, `fps` and `source_frames`, the index of each used frame in its source, where
+        it is "used". `reason` says what was changed, or why the clip was dropped.
+
+    Raises:
+        RefusedError: If clips are bad, or all are dropped; lists all of them with their reasons.
+    """
+    assert num_frames % 4 == 1 and clip_part in ("start", "middle", "random"), (num_frames, clip_part)
+    inspect = partial(
+        _inspect,
+        size_of=partial(target_size, height=height, width=width, max_pixels=max_pixels, divisor=divisor),
+        num_frames=num_frames,
+        fps=fps,
+        clip_part=clip_part,
+        seed=seed,
+        min_frames=min_frames,
+    )
+    # Few threads: a decoder holds up to 17 frames of the source's size.
+    records = inspect_each(inspect, rows, "clips", max_threads=8)
+
+    dropped = [f"{record['id']}: {record['reason']}" for record in records if record["decision"] == "dropped"]
+    if dropped and len(dropped) == len(records):
+        listing = "\n".join(f"  {line}" for line in dropped)
+        raise RefusedError(f"All {len(records)} clips are dropped:\n{listing}")
+    if dropped:
+        logger.warning("%d of %d clips are dropped:\n%s", len(dropped), len(records), first_five(dropped))
+    changed = [
+        f"{record['id']}: {record['reason']}"
+        for record in records
+        if record["decision"] == "used" and record["reason"] is not None
+    ]
+    if changed:
+        logger.info("%d of %d clips are shortened or retimed:\n%s", len(changed), len(records), first_five(changed))
+    return records
+
+
+def _inspect(row, *, size_of, num_frames, fps, clip_part, seed, min_frames):
+    """Returns the record of a row; raises RefusedError."""
+    name = row_name(row)
+    size, times, duration, source_fps = _measure(row.media, name, fps)
+    record = {
+        "id": row.id,
+        "caption": row.caption,
+        "source": {"size": list(size), "frames": len(times), "fps": source_fps},
+        "used": None,
+        "decision": "dropped",
+        "reason": None,
+    }
+
+    late = LATE * (times[-1] - times[0]) / max(1, len(times) - 1) + LATE_SECONDS
+    # The second number is larger by one where the clip ends with half a frame: 17 frames at 32 fps are 9 at 16. A
+    # single frame is a picture, however long it is shown.
+    last = math.floor((times[-1] - times[0] + late) * fps)
+    available = max(round(duration * fps), last + 1) if len(times) > 1 else 1
+    num_used = (min(num_frames, available) - 1) // 4 * 4 + 1
+    if num_used < min_frames:
+        if len(times) == 1:
+            record["reason"] = "a single frame cannot be used for image-to-video"
+        else:
+            rounded = "" if num_used == available else f", rounded down to {num_used} (4n + 1)"
+            record["reason"] = f"{available} frames at {fps:g} fps{rounded}; at least {min_frames} are needed"
+        return record
+
+    try:
+        height, width = size_of(*size)
+    except RefusedError as error:
+        raise RefusedError(f"{name}: {error}") from error
+    spare = available - num_used
+    if clip_part == "random":
+        # Keyed by the id: adding an item to the dataset moves no part of another.
+        entropy = np.random.SeedSequence([seed, zlib.crc32(row.id.encode())])
+        first = int(np.random.default_rng(entropy).integers(spare + 1))
+    else:
+        first = spare // 2 if clip_part == "middle" else 0
+    shown = times[0] + (first + np.arange(num_used)) / fps
+    source_frames = np.searchsorted(times, shown + late, side="right") - 1
+    record["decision"] = "used"
+    record["used"] = {"size": [width, height], "frames": num_used, "fps": fps, "source_frames": source_frames.tolist()}
+
+    changes, steps = [], np.diff(source_frames)
+    if (steps != 1).any():
+        repeated = ", frames repeated" if (steps == 0).any() else ""
+        changes.append(f"retimed from {source_fps:g} to {fps:g} fps{repeated}")
+    if spare and num_used < num_frames:
+        changes.append(f"{available} frames, rounded down to {num_used} (4n + 1)")
+    elif spare:
+        where = f"at random, from frame {first}" if clip_part == "random" else f"from the {clip_part}"
+        changes.append(f"{num_used} of {available} frames, {where}")
+    record["reason"] = "; ".join(changes) or None
+    return record
+
+
+def read_clip(row, record):
+    """Reads the frames that the record of a clip names, at the size that it names.
+
+    Args:
+        row: A `training.data.metadata.Row`.
+        record: Its record from `inspect_clips`, not dropped.
+
+    Returns:
+        A contiguous float32 tensor (3, F, H, W) in [-1, 1].
+
+    Raises:
+        RefusedError: If the file is no longer what was inspected.
+    """
+    used = record["used"]
+    width, height = used["size"]
+    positions = {}
+    for position, index in enumerate(used["source_frames"]):
+        positions.setdefault(index, []).append(position)
+
+    pixels = torch.empty(3, used["frames"], height, width)
+    missing = set(positions)
+    for index, image in _images_at(row.media, row_name(row), missing.copy()):
+        pixels[:, positions[index]] = to_tensor(cover_and_crop(image, height, width))[:, None]
+        missing.discard(index)
+    if missing:
+        raise RefusedError(f"{row_name(row)} ends before frame {min(missing)}: it was changed since it was inspected.")
+    return pixels
+
+
+# Kinds of clips
+
+
+def _kind(media):
+    """Returns "picture", "folder" or "video"."""
+    if isinstance(media, bytes):
+        try:
+            with Image.open(io.BytesIO(media)) as image:
+                # Pillow knows MPEG by its first bytes, but cannot decode it.
+                return "video" if image.format in ("GIF", "MPEG") else "picture"
+        except Exception:  # as in open_image; what it is then shows when FFmpeg tries
+            return "video"
+    if os.path.isdir(media):
+        return "folder"
+    suffix = os.path.splitext(media)[1].lower()
+    return "picture" if suffix in IMAGE_SUFFIXES and suffix != ".gif" else "video"
+
+
+def _frame_files(folder, name):
+    """Returns the paths of the pictures in a folder, numbers in their names in the order of their values."""
+    try:
+        files = [file for file in os.listdir(folder) if not file.startswith(".")]
+    except OSError as error:
+        raise RefusedError(f"{name} cannot be read: {error.strerror}.") from error
+    files = [file for file in files if os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES]
+    if not files:
+        raise RefusedError(f"{name} is a folder without pictures ({', '.join(IMAGE_SUFFIXES)}).")
+
+    def natural(file):
+        # Digits stand at the odd places, so that numbers are compared with numbers only.
+        parts = re.split(r"([0-9]+)", file)
+        return [int(part) if n % 2 else part for n, part in enumerate(parts)], file
+
+    return [Path(folder, file) for file in sorted(files, key=natural)]
+
+
+def _measure(media, name, fps):
+    """Decodes a clip completely, keeping no pixels.
+
+    Args:
+        media: Of the row.
+        name: How messages call the clip.
+        fps: The rate that folders of frames are taken to have.
+
+    Returns:
+        The upright size as displayed (width, height); the times of the frames in seconds, sorted; the duration in
+        seconds, from the first frame to the end of the last; frames per second, None for pictures.
+    """
+    kind = _kind(media)
+    if kind == "picture":
+        return open_image(media, name).size, [0.0], 1 / fps, None
+    if kind == "folder":
+        files = _frame_files(media, name)
+        sizes = [open_image(file, f"{name}: {file.name}").size for file in files]
+        for file, size in zip(files, sizes, strict=True):
+            if size != sizes[0]:
+                raise RefusedError(
+                    f"{name}: {file.name} is {size[0]}x{size[1]}, but {files[0].name} is {sizes[0][0]}x{sizes[0][1]}; "
+                    "frames of one clip must have one size."
+                )
+        return sizes[0], [k / fps for k in range(len(files))], len(files) / fps, None
+
+    times, size, stored, last_duration = [], None, None, 0.0
+    # One thread for each clip: several are inspected at a time.
+    with _open_video(media, name, num_threads=1) as (container, stream):
+        for frame, time, duration in _frames(container, stream):
+            if stored is None:
+                stored, size = (frame.width, frame.height), _display_size(frame, stream.sample_aspect_ratio)
+            if stored != (frame.width, frame.height):
+                raise ValueError(
+                    f"its size changes from {stored[0]}x{stored[1]} to {frame.width}x{frame.height} "
+                    f"at frame {len(times)}, and all frames must have one size"
+                )
+            if frame.color_trc in HDR_CURVES:
+                raise ValueError(f"it is HDR video ({HDR_CURVES[frame.color_trc]}), which must be converted to SDR")
+            _matrix(frame)
+            times.append(time)
+            last_duration = duration
+        if not times:
+            raise ValueError("no frame of it can be decoded")
+        nominal_rate, tick = _nominal_rate(stream), float(stream.time_base)
+    # Decoders give frames in the order in which they are shown, whatever the container made of their times: avi holds
+    # no times, and those that FFmpeg makes up for h264 in it are not in order.
+    times.sort()
+    span, num_intervals = times[-1] - times[0], len(times) - 1
+    if num_intervals and not span:
+        times = [k / nominal_rate for k in range(len(times))]
+        span = times[-1]
+    rate = num_intervals / span if num_intervals else nominal_rate
+    # The container's word for it where its times say the same, as far as they can: mkv rounds to milliseconds.
+    if tick * rate < 0.1 and abs(num_intervals / nominal_rate - span) <= tick:
+        rate = nominal_rate
+    # Some files give the last frame no duration of its own, and it is shown nevertheless.
+    return size, times, span + max(last_duration, min(1 / rate, 1 / fps)), round(rate, 3)
+
+
+def _images_at(media, name, wanted):
+    """Yields (index, picture) for the frames with these indices, upright as displayed, decoding no further."""
+    kind = _kind(media)
+    if kind != "video":
+        files = [media] if kind == "picture" else _frame_files(media, name)
+        for index in sorted(wanted):
+            if index < len(files):
+                yield index, open_image(files[index], name if kind == "picture" else f"{name}: {files[index].name}")
+        return
+    last = max(wanted)
+    with _open_video(media, name, num_threads=0) as (container, stream):
+        for index, (frame, _, _) in enumerate(_frames(container, stream)):
+            if index in wanted:
+                yield index, _to_image(frame, stream.sample_aspect_ratio)
+            if index == last:
+                return
+
+
+# Video files
+
+
+@contextlib.contextmanager
+def _open_video(media, name, num_threads):
+    """Context that opens a video for decoding, closes it, and names it in every error in between.
+
+    Args:
+        media: The path or the bytes.
+        name: How messages call it.
+        num_threads: Threads of the decoder, 0 for as many as it likes.
+
+    Yields:
+        The `av` container and its video stream.
+    """
+    try:
+        if not isinstance(media, bytes) and not os.path.isfile(media):
+            raise ValueError("there is no such file")
+        # Not by its name, in which FFmpeg would look for protocols and patterns.
+        with io.BytesIO(media) if isinstance(media, bytes) else open(media, "rb") as file:
+            num_bytes = file.seek(0, os.SEEK_END)
+            if not num_bytes:
+                raise ValueError("it is empty (0 bytes)")
+            if _ends_early(file, num_bytes):
+                raise ValueError("it is cut off: the file ends before its contents do")
+            file.seek(0)
+            try:
+                container = av.open(file, metadata_errors="replace")
+            except av.FFmpegError as error:
+                raise RefusedError(f"{name} is not a video that FFmpeg can read ({num_bytes} bytes).") from error
+            with container:
+                stream = container.streams.best("video")
+                if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
+                    raise ValueError("it has no video stream")
+                if stream.codec_context is None:
+                    raise ValueError("its codec is not one that FFmpeg can decode")
+                stream.codec_context.thread_count = num_threads
+                stream.codec_context.thread_type = "AUTO"
+                yield container, stream
+    except av.FFmpegError as error:
+        raise RefusedError(f"{name} cannot be used: FFmpeg says {error.strerror!r}.") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, RefusedError):
+            raise
+        raise RefusedError(f"{name} cannot be used: {error}.") from error
+
+
+def _frames(container, stream):
+    """Yields (frame, time in seconds, duration in seconds or 0) in the order in which frames are shown."""
+    decoder = _decoder(stream)
+    interval = 1 / _nominal_rate(stream)
+    time = -interval
+    index = 0
+
+    def packets():
+        for packet in container.demux(stream):
+            if packet.is_corrupt:
+                raise ValueError(f"it is damaged or cut off near frame {index}")
+            # An empty packet repeats a frame, in avi, and would end decoding here.
+            if packet.size:
+                yield packet
+        yield None
+
+    for packet in packets():
+        try:
+            frames = decoder.decode(packet)
+        except av.FFmpegError as error:
+            raise ValueError(f"it is damaged near frame {index} (FFmpeg says {error.strerror!r})") from error
+        for frame in frames:
+            if frame.is_corrupt:
+                raise ValueError(f"it is damaged at frame {index}")
+            time = time + interval if frame.pts is None else float(frame.pts * stream.time_base)
+            yield frame, time, float((frame.duration or 0) * stream.time_base)
+            index += 1
+
+
+def _nominal_rate(stream):
+    """Returns frames per second as the container has them: right on average, or a guess."""
+    return float(stream.average_rate or stream.guessed_rate or 25)
+
+
+def _decoder(stream):
+    # FFmpeg's own decoders of VP8 and VP9 leave transparency out.
+    libvpx = {"vp8": "libvpx", "vp9": "libvpx-vp9"}.get(stream.codec_context.name)
+    if libvpx is None or stream.metadata.get("alpha_mode") != "1":
+        return stream.codec_context
+    decoder = av.CodecContext.create(libvpx, "r")
+    decoder.extradata = stream.codec_context.extradata
+    return decoder
+
+
+def _ends_early(file, num_bytes):
+    """Tells whether a container says that it is longer than the file, which FFmpeg passes over in silence.
+
+    Frames that are missing at the end of avi, gif, mkv and webm files are no error for it.
+    """
+
+    def read(position, count):
+        file.seek(position)
+        return file.read(count)
+
+    head = read(0, 12)
+    if head[:4] == b"\x1a\x45\xdf\xa3":
+        return _matroska_ends_early(read, num_bytes)
+    if head[:3] == b"GIF":
+        return _gif_ends_early(read, num_bytes)
+    position = 0
+    if head[:4] == b"RIFF":
+        # One chunk, and more of them above 1 GB. Recorders that crashed, and streams, leave 0 or the largest number.
+        while read(position, 4) == b"RIFF":
+            size = int.from_bytes(read(position + 4, 4), "little")
+            if size in (0, 2**32 - 1):
+                return False
+            position += 8 + size + size % 2
+        # Some count the 8 bytes of the chunk's own head.
+        return position > num_bytes + 9
+    if head[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
+        while position + 8 <= num_bytes:
+            box = read(position, 16)
+            size = int.from_bytes(box[:4], "big")
+            if size == 1:
+                size = int.from_bytes(box[8:], "big")
+            # 0 is "to the end"; a smaller box than its own head is no box but a tail of something else.
+            if size < 8:
+                return False
+            position += size
+            if position > num_bytes and box[4:8] in (b"mdat", b"moov", b"moof"):
+                return True
+    return False
+
+
+def _matroska_ends_early(read, num_bytes):
+    def element_size(position):
+        """Returns the size of the element's content, None if unknown, and where that begins."""
+        data = read(position, 8).ljust(8, b"\0")
+        num_size_bytes = 9 - data[0].bit_length()
+        value = int.from_bytes(data[:num_size_bytes], "big") & ((1 << 7 * num_size_bytes) - 1)
+        unknown = value == (1 << 7 * num_size_bytes) - 1
+        return None if unknown else value, position + num_size_bytes
+
+    size, position = element_size(4)
+    position += size or 0
+    # What follows the header is the segment, which is all of the file.
+    if read(position, 4) != b"\x18\x53\x80\x67":
+        return False
+    size, position = element_size(position + 4)
+    return size is not None and position + size > num_bytes
+
+
+def _gif_ends_early(read, num_bytes):
+    def colour_table_bytes(flags):
+        return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+    head = read(0, 13).ljust(13, b"\0")
+    position = 13 + colour_table_bytes(head[10])
+    while position < num_bytes:
+        block = read(position, 10).ljust(10, b"\0")
+        if block[0] == 0x3B:
+            return False
+        if block[0] == 0x2C:
+            position += 11 + colour_table_bytes(block[9])
+        elif block[0] == 0x21:
+            position += 2
+        else:
+            return False
+        while size := int.from_bytes(read(position, 1), "big"):
+            position += 1 + size
+        position += 1
+    return True
+
+
+# Frames
+
+
+def _matrix(frame):
+    """Returns swscale's number of the frame's colour matrix, None where it has none."""
+    if frame.format.is_rgb or frame.format.has_palette:
+        return None
+    if frame.colorspace in MATRICES:
+        return MATRICES[frame.colorspace]
+    if frame.colorspace == UNTAGGED_MATRIX:
+        # As players guess: high definition is BT.709.
+        return Colorspace.ITU709 if frame.height >= 720 else Colorspace.ITU601
+    raise ValueError(
+        f"its colour matrix ({frame.colorspace} in ITU-T H.273) is not supported; allowed are BT.601, BT.709 and "
+        "BT.2020 with constant luminance off"
+    )
+
+
+def _display_matrix(frame):
+    """Returns (a, b, c, d) with x' = a x + c y and y' = b x + d y, the turn from the stored frame to the upright."""
+    for data in frame.side_data:
+        if data.type.name == "DISPLAYMATRIX":
+            a, b, _, c, d = np.frombuffer(bytes(data), dtype=np.int32)[:5].tolist()
+            straight, turned = max(abs(a), abs(d)), max(abs(b), abs(c))
+            if 100 * min(straight, turned) > max(straight, turned):
+                raise ValueError("it is to be shown at an angle; allowed are turns by multiples of 90 degrees")
+            return (a, 0, 0, d) if straight >= turned else (0, b, c, 0)
+    return 1, 0, 0, 1
+
+
+def _display_size(frame, aspect):
+    """Returns the size (width, height) at which a frame is shown.
+
+    Args:
+        frame: An `av.VideoFrame`.
+        aspect: Width of a pixel in heights of a pixel, or None for 1.
+    """
+    width, height = _square_pixels(frame, aspect)
+    _, b, c, _ = _display_matrix(frame)
+    return (height, width) if b or c else (width, height)
+
+
+def _square_pixels(frame, aspect):
+    # The short side grows, so that nothing is lost.
+    aspect = aspect or 1
+    if aspect >= 1:
+        return round(frame.width * aspect), frame.height
+    return frame.width, round(frame.height / aspect)
+
+
+def _to_image(frame, aspect):
+    """Returns a frame as it is displayed, a `PIL.Image.Image` in mode RGB; the arguments of `_display_size`."""
+    has_alpha = frame.format.has_palette or any(component.is_alpha for component in frame.format.components)
+    matrix = _matrix(frame)
+    full_range = frame.format.name.startswith("yuvj") or frame.color_range == ColorRange.JPEG
+    converted = frame.reformat(
+        format="rgba" if has_alpha else "rgb24",
+        # Stated, because swscale takes BT.601 for what is not tagged.
+        src_colorspace=matrix,
+        dst_colorspace=matrix,
+        src_color_range=None if matrix is None else ColorRange.JPEG if full_range else ColorRange.MPEG,
+        dst_color_range=ColorRange.JPEG,
+        interpolation=SWSCALE_FLAGS,
+        threads=1,
+    )
+    image = Image.fromarray(converted.to_ndarray())
+    if has_alpha:
+        image = on_white(image.convert("RGB"), image.getchannel("A"))
+
+    size = _square_pixels(frame, aspect)
+    if image.size != size:
+        image = image.resize(size, Image.Resampling.LANCZOS)
+    a, b, c, d = _display_matrix(frame)
+    if b or c:
+        image = image.transpose(Image.Transpose.TRANSPOSE)
+    if a < 0 or c < 0:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if b < 0 or d < 0:
+        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    return image
