@@ -1,3 +1,4 @@
+import functools
 import os
 import pathlib
 import subprocess
@@ -32,6 +33,44 @@ def tiny_qwen_image(tmp_path_factory):
     """Folder of a complete tiny Qwen-Image pipeline."""
     folder = tmp_path_factory.mktemp("models") / "tiny-qwen-image"
     run_script("scripts/make_tiny_model.py", "--family", "qwen_image", "--output", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Function from a family to the folder of its complete tiny pipeline, which is made once."""
+
+    @functools.cache
+    def make(family):
+        folder = tmp_path_factory.mktemp("models") / family
+        run_script("scripts/make_tiny_model.py", "--family", family, "--output", folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def clips(tmp_path_factory):
+    """Folder of three clips of 9 frames at 16 fps, photographs under a moving window, with captions."""
+    import av
+    from PIL import Image
+    from skimage import data
+
+    folder = tmp_path_factory.mktemp("clips")
+    captions = {
+        "astronaut": "an astronaut in an orange suit before a flag",
+        "chelsea": "a tabby cat",
+        "coffee": "a cup of coffee on a wooden table",
+    }
+    for name, caption in captions.items():
+        photograph = Image.fromarray(getattr(data, name)()).resize((128, 112))
+        with av.open(str(folder / f"{name}.mp4"), "w") as container:
+            stream = container.add_stream("libx264", rate=16, width=96, height=80, pix_fmt="yuv420p")
+            for k in range(9):
+                window = photograph.crop((3 * k, 3 * k, 3 * k + 96, 3 * k + 80))
+                container.mux(stream.encode(av.VideoFrame.from_image(window)))
+            container.mux(stream.encode())
+        (folder / f"{name}.txt").write_text(caption)
     return folder
 
 

@@ -7,6 +7,7 @@ a model loads. From then on the record of a clip names its frames.
 
 import contextlib
 import io
+import itertools
 import logging
 import math
 import os
@@ -121,7 +122,8 @@ def _inspect(row, *, size_of, num_frames, fps, clip_part, seed, min_frames):
         "reason": None,
     }
 
-    late = LATE * (times[-1] - times[0]) / max(1, len(times) - 1) + LATE_SECONDS
+    late = LATE * (times[-1] - times[0]) / max(1, len(times) - 1)
+    late += min(LATE_SECONDS, late)
     # The second number is larger by one where the clip ends with half a frame: 17 frames at 32 fps are 9 at 16. A
     # single frame is a picture, however long it is shown.
     last = math.floor((times[-1] - times[0] + late) * fps)
@@ -361,23 +363,16 @@ def _frames(container, stream):
     time = -interval
     index = 0
 
-    def packets():
-        for packet in container.demux(stream):
-            if packet.is_corrupt:
-                raise ValueError(f"it is damaged or cut off near frame {index}")
-            # An empty packet repeats a frame, in avi, and would end decoding here.
-            if packet.size:
-                yield packet
-        yield None
-
-    for packet in packets():
+    # An empty packet repeats a frame, in avi, and would end decoding here. None ends it.
+    packets = (packet for packet in container.demux(stream) if packet.size)
+    for packet in itertools.chain(packets, [None]):
         try:
             frames = decoder.decode(packet)
         except av.FFmpegError as error:
             raise ValueError(f"it is damaged near frame {index} (FFmpeg says {error.strerror!r})") from error
         for frame in frames:
             if frame.is_corrupt:
-                raise ValueError(f"it is damaged at frame {index}")
+                raise ValueError(f"it is damaged or cut off at frame {index}")
             time = time + interval if frame.pts is None else float(frame.pts * stream.time_base)
             yield frame, time, float((frame.duration or 0) * stream.time_base)
             index += 1
@@ -483,7 +478,8 @@ def _gif_ends_early(read, num_bytes):
 
 def _matrix(frame):
     """Returns swscale's number of the frame's colour matrix, None where it has none."""
-    if frame.format.is_rgb or frame.format.has_palette:
+    if frame.format.is_rgb or frame.format.has_palette or len(frame.format.components) < 3:
+        # Grey has none either, but may be tagged as RGB.
         return None
     if frame.colorspace in MATRICES:
         return MATRICES[frame.colorspace]

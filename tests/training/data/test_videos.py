@@ -243,6 +243,23 @@ def test_lengths_are_rounded_down_to_4n_plus_1_with_notice(tmp_path):
         assert record["reason"] == notice
 
 
+def test_the_last_frame_is_shown_as_long_as_the_others(tmp_path):
+    path = write_clip(tmp_path / "a.mkv", greys(5), 2)
+    (record,) = inspect(path)
+    # Eight times each, a quarter early.
+    assert record["used"]["source_frames"] == [(k + 2) // 8 for k in range(37)]
+    assert record["reason"].endswith("frames repeated; 40 frames, rounded down to 37 (4n + 1)")
+
+
+def test_times_that_are_all_the_same_count_for_nothing(tmp_path):
+    """At 10000 fps mkv writes 0 ms for each of them."""
+    path = write_clip(tmp_path / "a.mkv", greys(5), 10000)
+    with av.open(str(path)) as container:
+        assert {frame.pts for frame in container.decode(video=0)} == {0}
+    (record,) = inspect(path)
+    assert record["source"] == {"size": [64, 64], "frames": 5, "fps": 10000} and record["used"]["frames"] == 1
+
+
 def test_a_change_of_rate_and_of_length_stand_in_one_reason(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     path = write_clip(tmp_path / "a.mp4", greys(22) * 2, 32, "libx264", "yuv420p")
@@ -313,7 +330,8 @@ def test_short_clips_are_dropped_with_a_count_and_a_reason(tmp_path, caplog):
     good = write_clip(tmp_path / "good.mkv", greys(5))
     Image.new("RGB", (64, 64)).save(tmp_path / "still.png")
     short = [write_clip(tmp_path / f"short{n}.mkv", greys(4)) for n in range(6)]
-    one = write_clip(tmp_path / "one.mkv", greys(1))
+    # Shown for a second, and a single frame nevertheless.
+    one = write_clip(tmp_path / "one.mkv", greys(1), 1)
     records = inspect(good, tmp_path / "still.png", *short, one, min_frames=5)
     assert [record["decision"] for record in records] == ["used"] + ["dropped"] * 8
     assert [record["used"] for record in records[1:]] == [None] * 8
@@ -634,6 +652,17 @@ def test_rgb_needs_no_matrix(tmp_path, container, codec, pix_fmt):
     assert (load(path)[1] == pixels).all()
 
 
+@pytest.mark.parametrize(
+    ("container", "codec", "pix_fmt"),
+    [("mkv", "ffv1", "gray"), ("mkv", "ffv1", "gray16le"), ("mov", "png", "gray"), ("mov", "png", "ya8")],
+)
+def test_grey_keeps_its_levels(tmp_path, container, codec, pix_fmt):
+    ramp = np.repeat(np.arange(0, 256, 4, dtype=np.uint8)[None], 64, axis=0)
+    frame = av.VideoFrame.from_ndarray(ramp, format="gray").reformat(format=pix_fmt)
+    path = write_clip(tmp_path / f"a.{container}", [frame] * 5, 16, codec, pix_fmt)
+    assert np.abs(load(path)[1] - ramp[..., None]).max() <= 1
+
+
 def test_black_and_white_are_exactly_minus_one_and_one(tmp_path):
     for level in (0, 255):
         frames = [np.full((64, 64), level, dtype=np.uint8)] * 5
@@ -710,6 +739,32 @@ def test_files_that_are_cut_off_are_named(tmp_path, name):
         path.write_bytes(data[: int(len(data) * part)])
         assert name in refused(path)
         assert "train/0" in refused(row_of(path.read_bytes(), "train/0"))
+
+
+def test_what_a_crashed_recorder_or_a_stream_leaves_is_used(tmp_path):
+    """Its header says nothing about its length: 0 in RIFF, all ones in Matroska."""
+    data = bytearray(whole_file(tmp_path, "a.avi").read_bytes())
+    data[4:8] = bytes(4)
+    last = data.rindex(b"00dc", 0, data.index(b"idx1"))
+    for end in (last, last + 100):
+        (tmp_path / "a.avi").write_bytes(data[:end])
+        assert inspect(tmp_path / "a.avi")[0]["source"]["frames"] == 16
+
+    data = bytearray(whole_file(tmp_path, "a.mkv").read_bytes())
+    segment = data.index(b"\x18\x53\x80\x67") + 4
+    assert data[segment] == 1
+    data[segment : segment + 8] = b"\x01" + b"\xff" * 7
+    (tmp_path / "a.mkv").write_bytes(data)
+    assert inspect(tmp_path / "a.mkv")[0]["source"]["frames"] == 17
+
+
+def test_what_stands_behind_the_end_does_not_matter(tmp_path):
+    for name in WHOLE:
+        path = whole_file(tmp_path, name)
+        data = path.read_bytes()
+        for tail in (bytes(100), b"tail" * 20):
+            path.write_bytes(data + tail)
+            assert inspect(path)[0]["source"]["frames"] == 17, name
 
 
 def bad_files(folder):
