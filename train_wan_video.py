@@ -135,6 +135,8 @@ def main(args):
     never_trained = pipeline.never_trained_modules(skeleton)
     if args.training_mode == "lora":
         targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
+        if not any(name.startswith("blocks.") for name in targets):
+            raise RefusedError("--lora_target_modules names no layer in a block, and diffusers loads no such Wan LoRA.")
     plan = MemoryPlan.from_args(args, pipeline.block_lists(skeleton))
     rows = read_rows(
         args.dataset_path,

@@ -136,9 +136,8 @@ def first_five(problems):
 def _judge_captions(items, name, allow_missing_captions, media_suffixes, hint=""):
     """Turns items into rows, with the one rule for captions that holds for every kind of dataset."""
     if not items:
-        raise RefusedError(
-            f"{name} has no items: neither rows of metadata nor files that end in {', '.join(media_suffixes)}."
-        )
+        suffixes = ", ".join(sorted(set(media_suffixes)))
+        raise RefusedError(f"{name} has no items: neither rows of metadata nor files that end in {suffixes}.")
     rows, unusable, without = [], [], {"empty": [], "missing": []}
     for item in items:
         caption = "" if item.caption is None else item.caption

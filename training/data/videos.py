@@ -41,6 +41,8 @@ MATRICES = {
     9: Colorspace.BT2020,
 }
 UNTAGGED_MATRIX = 2
+# The display matrices (a, b, c, d) of turns to the left, by their degrees.
+TURNS = {0: (1, 0, 0, 1), 90: (0, -1, 1, 0), 180: (-1, 0, 0, -1), 270: (0, 1, -1, 0)}
 HDR_CURVES = {ColorTrc.SMPTE2084: "PQ", ColorTrc.ARIB_STD_B67: "HLG"}
 
 # The exact arithmetic of swscale, with chroma interpolated in both directions; its default rounds and repeats.
@@ -487,21 +489,25 @@ def _matrix(frame):
         # As players guess: high definition is BT.709.
         return Colorspace.ITU709 if frame.height >= 720 else Colorspace.ITU601
     raise ValueError(
-        f"its colour matrix ({frame.colorspace} in ITU-T H.273) is not supported; allowed are BT.601, BT.709 and "
-        "BT.2020 with constant luminance off"
+        f"its colour matrix ({frame.colorspace} in ITU-T H.273) is not supported; allowed are BT.601, BT.709, "
+        "SMPTE 240M and BT.2020 with non-constant luminance"
     )
 
 
 def _display_matrix(frame):
     """Returns (a, b, c, d) with x' = a x + c y and y' = b x + d y, the turn from the stored frame to the upright."""
-    for data in frame.side_data:
-        if data.type.name == "DISPLAYMATRIX":
-            a, b, _, c, d = np.frombuffer(bytes(data), dtype=np.int32)[:5].tolist()
-            straight, turned = max(abs(a), abs(d)), max(abs(b), abs(c))
-            if 100 * min(straight, turned) > max(straight, turned):
-                raise ValueError("it is to be shown at an angle; allowed are turns by multiples of 90 degrees")
-            return (a, 0, 0, d) if straight >= turned else (0, b, c, 0)
-    return 1, 0, 0, 1
+    try:
+        found = [bytes(data) for data in frame.side_data if data.type.name == "DISPLAYMATRIX"]
+    except ValueError:
+        # PyAV 18 lists none where one is of a kind that it does not know, as EXIF in Motion JPEG. It still tells the
+        # turn, though not whether the frame is mirrored too.
+        a, b, c, d = TURNS.get(frame.rotation % 360, (1, 1, 1, 1))
+    else:
+        a, b, _, c, d = np.frombuffer(found[0], dtype=np.int32)[:5].tolist() if found else (1, 0, 0, 0, 1)
+    straight, turned = max(abs(a), abs(d)), max(abs(b), abs(c))
+    if 100 * min(straight, turned) > max(straight, turned):
+        raise ValueError("it is to be shown at an angle; allowed are turns by multiples of 90 degrees")
+    return (a, 0, 0, d) if straight >= turned else (0, b, c, 0)
 
 
 def _display_size(frame, aspect):

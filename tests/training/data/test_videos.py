@@ -447,6 +447,28 @@ def test_the_matrix_of_a_phone_held_upright(tmp_path):
     assert (load(path, height=80, width=48)[1] == np.rot90(pixels, -1)).all()
 
 
+@pytest.mark.parametrize(("orientation", "turns_right"), [(1, 0), (6, 1), (3, 2), (8, 3)])
+@pytest.mark.parametrize("container", ["avi", "mov", "mkv"])
+def test_motion_jpeg_is_turned_by_its_exif(tmp_path, container, orientation, turns_right):
+    pixels = np.zeros((48, 80, 3), dtype=np.uint8)
+    pixels[:16, :32] = 255
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = io.BytesIO()
+    Image.fromarray(pixels).save(data, "JPEG", quality=100, subsampling=0, exif=exif)
+    with av.open(str(tmp_path / f"a.{container}"), "w") as output:
+        stream = output.add_stream("mjpeg", rate=16)
+        stream.width, stream.height, stream.pix_fmt = 80, 48, "yuvj444p"
+        for k in range(5):
+            packet = av.Packet(data.getvalue())
+            packet.stream, packet.pts, packet.dts, packet.time_base = stream, k, k, Fraction(1, 16)
+            output.mux(packet)
+    record, levels = load(tmp_path / f"a.{container}", max_pixels=80 * 48)
+    expected = np.rot90(pixels, -turns_right)
+    assert record["source"]["size"] == list(expected.shape[1::-1])
+    assert np.abs(levels - expected).max() <= 3
+
+
 def test_other_angles_are_refused(tmp_path):
     path = write_clip(
         *(tmp_path / "a.mp4", [noise(48, 80)] * 5, 16, "libx264rgb", "rgb24"),

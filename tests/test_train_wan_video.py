@@ -1,0 +1,407 @@
+"""The Wan command line from end to end, on tiny models of every variant and short clips of photographs.
+
+Most runs are made in this process, as the script would make them after its imports.
+"""
+
+import json
+import math
+import shutil
+
+import av
+import pytest
+import torch
+from diffusers import DiffusionPipeline, WanTransformer3DModel
+from PIL import Image
+from safetensors import safe_open
+
+import train_wan_video
+from memory import offload
+from train_wan_video import FAMILY, WanVideoTrainingModule
+from training.arguments import parse_args
+from training.data.batches import collate
+from training.errors import RefusedError
+from training.export import LORA_FILE
+
+
+SMALL = ["--height", "64", "--width", "64", "--num_frames", "9", "--mixed_precision", "no", "--logging_steps", "3"]
+LORA = [*SMALL, "--lora_rank", "4", "--lora_alpha", "6", "--lora_dropout", "0.3", "--caption_dropout", "0.2"]
+LORA += ["--train_batch_size", "2", "--max_train_steps", "3", "--learning_rate", "1e-3", "--lr_scheduler", "cosine"]
+
+# Name -> family and the flags that it needs.
+VARIANTS = {
+    "t2v": ("wan_t2v", []),
+    "i2v": ("wan_i2v", []),
+    "flf2v": ("wan_flf2v", []),
+    "ti2v from text": ("wan_ti2v", ["--task", "t2v"]),
+    "ti2v from an image": ("wan_ti2v", ["--task", "i2v"]),
+    "t2v_a14b": ("wan_t2v_a14b", ["--expert", "both"]),
+    "i2v_a14b": ("wan_i2v_a14b", ["--expert", "both"]),
+}
+MEMORY_MODES = {
+    "again": [],
+    "recompute": ["--use_gradient_checkpointing"],
+    "park": ["--use_gradient_checkpointing_offload"],
+}
+
+
+@pytest.fixture(scope="module")
+def train(tiny_model, clips, tmp_path_factory):
+    """Function that makes one run and returns its output folder."""
+
+    def run(family, *flags, output_dir=None, dataset=clips, model=None):
+        output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"
+        argv = ["--pretrained_model_name_or_path", model or tiny_model(family), "--dataset_path", dataset]
+        argv = [*map(str, argv), "--output_dir", str(output_dir), *flags]
+        train_wan_video.main(parse_args(argv, description="", values=FAMILY, resolve=False))
+        return output_dir
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def lora_run(train):
+    """Function from the name of a variant to the folder of its LoRA run, which is made once."""
+    done = {}
+
+    def run(name):
+        if name not in done:
+            family, flags = VARIANTS[name]
+            done[name] = train(family, *LORA, *flags, "--checkpointing_steps", "2")
+        return done[name]
+
+    return run
+
+
+def metrics(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    measured = ("seconds", "device_peak_bytes", "offloaded_bytes", "host_rss_bytes")
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+
+
+def lora_files(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob(LORA_FILE)}
+
+
+# ---------------------------------------------------------------- every variant
+
+
+@pytest.mark.parametrize("mode", MEMORY_MODES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_same_bytes_again_and_in_every_memory_mode(name, mode, lora_run, train, monkeypatch):
+    monkeypatch.setattr(offload, "MIN_PARKED_BYTES", 512)  # at this size every tensor is below the real threshold
+    expected = lora_run(name)
+    family, flags = VARIANTS[name]
+    offload.reset_counters()
+    other = train(family, *LORA, *flags, *MEMORY_MODES[mode])
+    assert (offload.counters()["parked_bytes"] > 0) == (mode == "park")
+    assert lora_files(other) == lora_files(expected) and lora_files(other)
+    assert metrics(other) == metrics(expected)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_lora_file(name, lora_run, tiny_model):
+    """The authors' names, the expert in folder and header; and stock sampling with it differs."""
+    family, _ = VARIANTS[name]
+    folder = lora_run(name)
+    two_experts = family.endswith("a14b")
+    names = ["high_noise", "low_noise"] if two_experts else [""]
+    assert set(lora_files(folder)) == {f"{name}/{LORA_FILE}".lstrip("/") for name in names}
+    pipeline = DiffusionPipeline.from_pretrained(tiny_model(family))
+    pipeline.set_progress_bar_config(disable=True)
+    settings = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 6, "output_type": "latent"}
+    if family in ("wan_i2v", "wan_flf2v", "wan_i2v_a14b"):
+        settings["image"] = Image.new("RGB", (64, 64), "gray")
+    if family == "wan_flf2v":
+        settings["last_image"] = Image.new("RGB", (64, 64), "white")
+    samples = []
+    for expert in [None, *names]:
+        if expert is not None:
+            with safe_open(folder / expert / LORA_FILE, "pt") as file:
+                assert all(key.startswith("diffusion_model.blocks.") for key in file.keys())
+                assert file.metadata().get("expert") == (expert or None)
+                assert file.metadata()["base_model"] == family
+            options = {"load_into_transformer_2": True} if expert == "low_noise" else {}
+            pipeline.load_lora_weights(folder / expert, adapter_name=expert or "lora", **options)
+        samples.append(pipeline(prompt="a cat", generator=torch.Generator().manual_seed(0), **settings).frames)
+    assert all(not torch.equal(one, other) for one, other in zip(samples, samples[1:], strict=False))
+    card = (folder / "README.md").read_text()
+    assert ('/low_noise", load_into_transformer_2=True)' in card) == two_experts
+    assert f"{type(pipeline).__name__}.from_pretrained" in card or name == "ti2v from an image"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_full_run_opens_in_diffusers_and_differs_everywhere(name, train, tiny_model):
+    family, flags = VARIANTS[name]
+    flags = ["--expert", "low_noise"] if "--expert" in flags else flags
+    full = [*SMALL, "--training_mode", "full", "--max_train_steps", "2", "--learning_rate", "1e-3"]
+    folder = train(family, *full, *flags)
+    subfolder = "transformer_2" if "low_noise" in flags else "transformer"
+    trained = WanTransformer3DModel.from_pretrained(folder / subfolder).state_dict()
+    base = WanTransformer3DModel.from_pretrained(tiny_model(family) / subfolder).state_dict()
+    assert trained.keys() == base.keys()
+    assert all(not torch.equal(trained[key], tensor) for key, tensor in base.items())
+    entries = json.loads((folder / "run.json").read_text())["trainable"]
+    assert {entry["name"] for entry in entries} == {f"transformer.{key}" for key in base}
+
+
+def test_run_json_and_dataset(lora_run, clips):
+    folder = lora_run("i2v_a14b")
+    run = json.loads((folder / "run.json").read_text())
+    assert run["plan"] == {"blocks": ["keep", "keep"]}
+    assert (run["arguments"]["num_frames"], run["arguments"]["fps"], run["arguments"]["expert"]) == (9, 16, "both")
+    assert len(run["trainable"]) == 2 * 2 * 10
+    dataset = [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+    assert [record["id"] for record in dataset] == sorted(path.name for path in clips.glob("*.mp4"))
+    assert dataset[0]["source"] == {"size": [96, 80], "frames": 9, "fps": 16.0}
+    assert dataset[0]["used"]["frames"] == 9 and dataset[0]["used"]["size"] == [64, 64]
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["expert"] for line in lines] == ["high_noise"] * 3 + ["low_noise"] * 3
+    assert lines[0]["lr"] == lines[3]["lr"] == 1e-3, "the schedule begins anew"
+    assert "expert" not in metrics(lora_run("t2v"))[0]
+
+
+# ---------------------------------------------------------------- experts
+
+
+def closed_form(shift, sigma):
+    """P(sigma' <= sigma) of the shifted uniform law."""
+    return sigma / (shift + sigma - shift * sigma)
+
+
+@pytest.mark.parametrize("shift", ["default", 3.0, 12.0])
+@pytest.mark.parametrize("family, boundary", [("wan_t2v_a14b", 0.875), ("wan_i2v_a14b", 0.9)])
+def test_each_expert_is_trained_on_its_own_side(family, boundary, shift, train):
+    """In the log of a run: the right side of the boundary, and there the law conditioned on it."""
+    flags = [] if shift == "default" else ["--sigma_shift", str(shift)]
+    tiny = ["--height", "32", "--width", "32", "--num_frames", "5", "--mixed_precision", "no", "--lora_rank", "1"]
+    tiny += ["--train_batch_size", "20", "--max_train_steps", "20", "--logging_steps", "20", "--expert", "both"]
+    lines = metrics(train(family, *tiny, *flags))
+    shift = 5.0 if shift == "default" else shift
+    for expert, low, high in (("high_noise", boundary, 1.0), ("low_noise", 0.0, boundary)):
+        sigmas = sorted(sigma for line in lines if line["expert"] == expert for sigma in line["sigmas"])
+        assert len(sigmas) == 400 and low <= sigmas[0] and sigmas[-1] <= high
+        ends = closed_form(shift, low), closed_form(shift, high)
+        cdf = [(closed_form(shift, sigma) - ends[0]) / (ends[1] - ends[0]) for sigma in sigmas]
+        distance = max(max(abs(p - i / 400), abs(p - (i + 1) / 400)) for i, p in enumerate(cdf))
+        assert distance < 1.95 / math.sqrt(400), "Kolmogorov-Smirnov: above in one of a thousand cases"
+
+
+def test_both_experts_in_one_run_equal_two_runs(lora_run, train):
+    both = lora_run("t2v_a14b")
+    for expert in ("high_noise", "low_noise"):
+        alone = train("wan_t2v_a14b", *LORA, "--expert", expert)
+        assert lora_files(alone) == {f"{expert}/{LORA_FILE}": lora_files(both)[f"{expert}/{LORA_FILE}"]}
+        losses = [line["loss"] for line in metrics(both) if line["expert"] == expert]
+        assert [line["loss"] for line in metrics(alone)] == losses
+
+
+@pytest.mark.parametrize("checkpoint, kept", [("checkpoint-2", []), ("checkpoint-4", ["high_noise"])])
+def test_resume_in_either_expert_gives_the_same_bytes(checkpoint, kept, lora_run, train, tmp_path):
+    """Steps 1 to 3 are those of the expert for high noise."""
+    whole = lora_run("t2v_a14b")
+    for name in (checkpoint, *kept):
+        shutil.copytree(whole / name, tmp_path / name)
+    shutil.copy(whole / "metrics.jsonl", tmp_path)
+    flags = [*LORA, "--expert", "both", "--checkpointing_steps", "2", "--resume_from_checkpoint", "latest"]
+    train("wan_t2v_a14b", *flags, output_dir=tmp_path)
+    assert lora_files(tmp_path) == lora_files(whole)
+    assert metrics(tmp_path) == metrics(whole)
+
+
+def test_resume_between_the_experts(train, tmp_path):
+    """A checkpoint of the last step of the first expert: its file is written, then the second begins."""
+    flags = [*LORA, "--expert", "both", "--checkpointing_steps", "3"]
+    whole = train("wan_t2v_a14b", *flags)
+    shutil.copytree(whole / "checkpoint-3", tmp_path / "checkpoint-3")
+    shutil.copy(whole / "metrics.jsonl", tmp_path)
+    train("wan_t2v_a14b", *flags, "--resume_from_checkpoint", "latest", output_dir=tmp_path)
+    assert lora_files(tmp_path) == lora_files(whole) and metrics(tmp_path) == metrics(whole)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--expert", "low_noise"], "--expert is low_noise and was both"),
+        (["--expert", "both", "--max_train_steps", "4"], "--max_train_steps is 4 and was 3"),
+        (["--expert", "both"], "does not have the LoRA of high_noise"),
+    ],
+)
+def test_checkpoint_of_another_expert_is_refused(flags, said, lora_run, train, tmp_path):
+    checkpoint = lora_run("t2v_a14b") / "checkpoint-4"
+    with pytest.raises(RefusedError, match=said):
+        train("wan_t2v_a14b", *LORA, *flags, "--resume_from_checkpoint", str(checkpoint), output_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- TI2V-5B from an image
+
+
+def test_the_first_latent_frame_is_clean_and_not_trained():
+    """What reaches the transformer, and which part of its prediction gets a gradient (B88)."""
+    seen = {}
+
+    def forward(transformer, **inputs):
+        seen.update(inputs)
+        seen["prediction"] = torch.randn(2, 48, 3, 4, 4, requires_grad=True)
+        return seen["prediction"]
+
+    transformer = torch.nn.Module()
+    transformer.patch_embedding = torch.nn.Linear(1, 1)
+    samples = [
+        {
+            "latents": torch.randn(48, 3, 4, 4),
+            "prompt_embeds": torch.randn(512, 8),
+            "noise": torch.randn(48, 3, 4, 4),
+            "sigmas": torch.tensor(sigma),
+        }
+        for sigma in (0.25, 0.75)
+    ]
+    batch = collate(samples)
+    for clean in (True, False):
+        module = WanVideoTrainingModule(transformer, first_frame_is_clean=clean)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_wan_video.pipeline, "model_fn_wan_video", forward)
+            loss = module(batch)
+        gradient = torch.autograd.grad(loss, seen["prediction"])[0]
+        sigma = batch["sigmas"].view(2, 1, 1, 1, 1)
+        noisy = (1 - sigma) * batch["latents"] + sigma * batch["noise"]
+        if clean:
+            assert torch.equal(seen["hidden_states"][:, :, 0], batch["latents"][:, :, 0])
+            assert torch.equal(seen["hidden_states"][:, :, 1:], noisy[:, :, 1:])
+            assert seen["timestep"].shape == (2, 3 * 2 * 2)
+            assert not seen["timestep"][:, :4].any()
+            assert torch.equal(seen["timestep"][:, 4:], (batch["sigmas"] * 1000)[:, None].expand(2, 8))
+            assert not gradient[:, :, 0].any() and gradient[:, :, 1:].all()
+            error = (seen["prediction"] - (batch["noise"] - batch["latents"]))[:, :, 1:]
+            torch.testing.assert_close(loss, error.square().mean())
+        else:
+            assert torch.equal(seen["hidden_states"], noisy)
+            assert torch.equal(seen["timestep"], batch["sigmas"] * 1000) and gradient.all()
+
+
+def test_condition_channels_follow_the_noisy_ones():
+    """16 noisy, 4 mask, 16 condition (B90); image embeddings of all samples one after the other."""
+    seen = {}
+    transformer = torch.nn.Module()
+    transformer.patch_embedding = torch.nn.Linear(1, 1)
+    batch = {
+        "latents": torch.randn(2, 16, 3, 4, 4),
+        "condition": torch.randn(2, 20, 3, 4, 4),
+        "image_embeds": torch.randn(2, 2, 257, 8),
+        "prompt_embeds": torch.randn(2, 512, 8),
+    }
+    noisy = torch.randn(2, 16, 3, 4, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_wan_video.pipeline, "model_fn_wan_video", lambda _, **inputs: seen.update(inputs))
+        WanVideoTrainingModule(transformer).predict(noisy, torch.tensor([5.0, 7.0]), batch)
+    assert torch.equal(seen["hidden_states"], torch.cat([noisy, batch["condition"]], 1))
+    expected = [batch["image_embeds"][0, 0], batch["image_embeds"][0, 1], batch["image_embeds"][1, 0]]
+    assert torch.equal(seen["encoder_hidden_states_image"][:3], torch.stack(expected))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.fixture(scope="module")
+def model_without_weights(tiny_model, tmp_path_factory):
+    """Configs only: whatever is refused with it was refused before a model was loaded."""
+
+    def make(family):
+        folder = tmp_path_factory.mktemp("configs") / family
+        shutil.copytree(tiny_model(family), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "family, flags, said",
+    [
+        ("wan_ti2v", ["--task", "t2v", "--height", "80", "--width", "112"], "--height is 80; .* multiples of 32"),
+        ("wan_t2v", ["--height", "80", "--width", "100"], "--width is 100; .* multiples of 16, such as 96 or 112"),
+        ("wan_ti2v", ["--task", "t2v", "--max_pixels", "256"], "--max_pixels is 256; allowed is at least 1024"),
+        ("wan_ti2v", [], "--task is required for this model; allowed are t2v, i2v"),
+        ("wan_i2v", ["--task", "i2v"], "--task i2v has no effect"),
+        ("wan_t2v", ["--expert", "both"], "--expert both has no effect"),
+        ("wan_t2v_a14b", [], "--expert is required for this model; allowed are high_noise, low_noise, both"),
+        ("wan_t2v_a14b", ["--training_mode", "full", "--expert", "both"], "--expert is both; allowed with .* full"),
+        ("wan_t2v_a14b", ["--expert", "both", "--transformer_path", "."], "--transformer_path"),
+        ("wan_t2v_a14b", ["--expert", "low_noise", "--min_sigma", "0.9"], "--min_sigma 0.9 .* from 0.0 to 0.875"),
+        ("wan_t2v_a14b", ["--expert", "both", "--max_sigma", "0.8"], "--max_sigma 0.8 .* from 0.875 to 1.0"),
+        ("wan_t2v", ["--lora_target_modules", "to_q,patch_embedding"], "'patch_embedding' matches a Conv3d"),
+        ("wan_t2v", ["--lora_target_modules", "proj_out"], "--lora_target_modules names no layer in a block"),
+        ("wan_t2v", ["--lora_target_modules", "add_k_proj"], "'add_k_proj' matches no layer"),
+    ],
+)
+def test_refused_before_models_load(family, flags, said, train, model_without_weights, tmp_path):
+    with pytest.raises(RefusedError, match=said):
+        train(family, *flags, model=model_without_weights(family), output_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_pictures_train_text_to_video_only(train, photos, model_without_weights, tmp_path):
+    """As clips of one frame; from an image to a video of that image alone there is nothing to learn."""
+    flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1"]
+    folder = train("wan_t2v", *flags, dataset=photos)
+    records = [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+    assert len(records) == 5 and all(record["used"]["frames"] == 1 for record in records)
+    with pytest.raises(RefusedError, match="(?s)All 5 clips are dropped:.*astronaut.png: .*image-to-video"):
+        train("wan_i2v", *flags, dataset=photos, model=model_without_weights("wan_i2v"), output_dir=tmp_path)
+
+
+@pytest.mark.parametrize("asked, used", [(1, 1), (4, 1), (5, 5), (8, 5), (80, 77), (81, 81), (144, 141)])
+def test_frame_counts(asked, used, caplog):
+    """4n + 1; another number is rounded down, and both are named."""
+    flags = ["--pretrained_model_name_or_path", "m", "--dataset_path", "d", "--output_dir", "o"]
+    flags += ["--num_frames", str(asked)]
+    args = parse_args(flags, description="", values=FAMILY, resolve=False)
+    values = {"divisor": 16, "height": 480, "width": 832, "num_frames": 81, "fps": 16.0, "lora_target_modules": "to_q"}
+    train_wan_video.resolve_for_model(args, values | {"tasks": ("t2v",), "experts": ()})
+    assert args.num_frames == used and (used - 1) % 4 == 0
+    assert (f"--num_frames {asked} is rounded down to {used}" in caplog.text) == (asked != used)
+
+
+def grey_clip(path, num_frames, rate):
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=rate, width=64, height=64, pix_fmt="yuv420p")
+        for k in range(num_frames):
+            container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 64), (10 * k,) * 3))))
+        container.mux(stream.encode())
+    path.with_suffix(".txt").write_text("grey")
+
+
+def test_retiming_and_lengths_are_in_the_record(train, tmp_path):
+    """Clips of one to ten frames, and one of 18 at twice the rate; none is too short for text to video."""
+    for n in range(1, 11):
+        grey_clip(tmp_path / f"{n:02d}.mp4", n, 16)
+    grey_clip(tmp_path / "fast.mp4", 18, 32)
+    folder = train("wan_t2v", *SMALL, "--lora_rank", "2", "--max_train_steps", "1", dataset=tmp_path)
+    records = [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+    assert [record["used"]["frames"] for record in records] == [1, 1, 1, 1, 5, 5, 5, 5, 9, 9, 9]
+    assert records[-1]["source"]["fps"] == 32 and "retimed from 32 to 16" in records[-1]["reason"]
+    assert records[-1]["used"]["source_frames"] == list(range(0, 18, 2))
+
+
+def test_short_clips_are_dropped_from_image_to_video(train, tmp_path, caplog):
+    for n in (3, 4, 9):
+        grey_clip(tmp_path / f"{n}.mp4", n, 16)
+    folder = train("wan_i2v", *SMALL, "--lora_rank", "2", "--max_train_steps", "2", dataset=tmp_path)
+    records = [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+    assert [record["decision"] for record in records] == ["dropped", "dropped", "used"]
+    assert "2 of 3 clips are dropped" in caplog.text
+    assert {name for line in metrics(folder) for name in line["samples"]} == {"9.mp4"}
+
+
+def test_command_line_refuses_with_exit_code_2(script, model_without_weights, clips, tmp_path):
+    required = ["--pretrained_model_name_or_path", model_without_weights("wan_t2v"), "--dataset_path", clips]
+    done = script("train_wan_video.py", *required, "--output_dir", tmp_path, "--height", "99", check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: Give --height and --width together")
+    done = script("train_wan_video.py", *required, "--output_dir", tmp_path, "--num_frame", "9", check=False)
+    assert done.returncode == 2 and "--num_frames" in done.stderr
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.mp4").write_bytes(b"\0" * 10)
+    (tmp_path / "bad" / "a.txt").write_text("a")
+    done = script("train_wan_video.py", *required, "--dataset_path", tmp_path / "bad", "--output_dir", tmp_path,
+                  check=False)  # fmt: skip
+    assert done.returncode == 2 and "a.mp4" in done.stderr and "Traceback" not in done.stderr
