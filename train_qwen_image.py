@@ -54,6 +54,7 @@ from training.export import export
 from training.flow_matching import sigma_law
 from training.launch import make_output_dir, start_accelerator
 from training.loop import train
+from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, add_lora, find_lora_targets, train_all_weights
 from training.optimizers import find_optimizer
 from training.reporting import RunRecord
@@ -116,6 +117,7 @@ def main(args):
     never_trained = pipeline.never_trained_modules(skeleton)
     if args.training_mode == "lora":
         targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
+        initial = read_initial_lora(args, QwenImagePipeline.lora_state_dict, skeleton, targets)
     plan = MemoryPlan.from_args(args, pipeline.block_lists(skeleton))
     rows = read_rows(
         args.dataset_path,
@@ -166,6 +168,8 @@ def main(args):
         transformer = pipeline.load_transformer(model, dtype=dtype, transformer_path=args.transformer_path, **hub)
     if args.training_mode == "lora":
         add_lora(transformer, targets, args)
+        if initial:
+            accelerator.print(start_from(transformer, initial))
     else:
         train_all_weights(transformer, never_trained=never_trained)
     module = QwenImageTrainingModule(

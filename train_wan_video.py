@@ -58,6 +58,7 @@ from training.export import LORA_FILE, export
 from training.flow_matching import sigma_law
 from training.launch import make_output_dir, start_accelerator
 from training.loop import train
+from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, add_lora, find_lora_targets, train_all_weights
 from training.optimizers import find_optimizer
 from training.reporting import RunRecord
@@ -136,7 +137,9 @@ def main(args):
     if args.training_mode == "lora":
         targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
         if not any(name.startswith("blocks.") for name in targets):
-            raise RefusedError("--lora_target_modules names no layer in a block, and diffusers loads no such Wan LoRA.")
+            raise RefusedError("--lora_target_modules names no layer in a block; diffusers loads no such Wan LoRA.")
+        read = partial(read_initial_lora, args, WanPipeline.lora_state_dict, skeleton, targets)
+        initial = {expert: read(expert=expert) for expert in experts}
     plan = MemoryPlan.from_args(args, pipeline.block_lists(skeleton))
     rows = read_rows(
         args.dataset_path,
@@ -224,6 +227,8 @@ def main(args):
             )
         if args.training_mode == "lora":
             add_lora(transformer, targets, args)
+            if initial[expert]:
+                accelerator.print(start_from(transformer, initial[expert]))
         else:
             train_all_weights(transformer, never_trained=never_trained)
         module = WanVideoTrainingModule(

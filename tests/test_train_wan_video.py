@@ -10,9 +10,10 @@ import shutil
 import av
 import pytest
 import torch
-from diffusers import DiffusionPipeline, WanTransformer3DModel
+from diffusers import DiffusionPipeline, WanPipeline, WanTransformer3DModel
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import train_wan_video
 from memory import offload
@@ -232,6 +233,23 @@ def test_checkpoint_of_another_expert_is_refused(flags, said, lora_run, train, t
     with pytest.raises(RefusedError, match=said):
         train("wan_t2v_a14b", *LORA, *flags, "--resume_from_checkpoint", str(checkpoint), output_dir=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_starts_from_the_lora_of_its_expert(lora_run, train, tmp_path):
+    """Whichever of the two names they have in the file, the first step sees the same adapters."""
+    flags = [*SMALL, "--lora_rank", "4", "--max_train_steps", "1", "--expert", "low_noise"]
+    path = lora_run("t2v_a14b")
+    with pytest.raises(RefusedError, match="of the expert high_noise, and this run trains low_noise"):
+        init = str(path / "high_noise" / LORA_FILE)
+        train("wan_t2v_a14b", *flags, "--lora_init_path", init, output_dir=tmp_path / "refused")
+    state_dict = WanPipeline.lora_state_dict(load_file(path / "low_noise" / LORA_FILE))
+    save_file(state_dict, tmp_path / "diffusers.safetensors")
+    fresh = metrics(train("wan_t2v_a14b", *flags))[0]["loss"]
+    losses = [
+        metrics(train("wan_t2v_a14b", *flags, "--lora_init_path", str(init)))[0]["loss"]
+        for init in (path, path / "low_noise", tmp_path / "diffusers.safetensors")
+    ]
+    assert losses[0] == losses[1] == losses[2] != fresh
 
 
 # ---------------------------------------------------------------- TI2V-5B from an image

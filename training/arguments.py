@@ -140,6 +140,12 @@ FLAGS = {
             DERIVED,
             "Names of linear layers, with commas; the end of a full name is enough. Default: {lora_target_modules}.",
         ),
+        (
+            "lora_init_path",
+            str,
+            None,
+            "LoRA file, or folder with one, whose weights the adapters start from, and nothing else. Default: none.",
+        ),
         ("lora_dtype", ("bf16", "fp32"), "bf16", "Dtype of the saved file; training is in fp32 either way."),
     ],
     "data": [

@@ -1,29 +1,53 @@
 """Every shipped recipe is run by bash, with an `accelerate` that only writes down its arguments, and these are parsed.
 
-The reference is the parser of the training scripts themselves: what they would refuse, or read otherwise than the
-recipe says, fails here.
+The reference is the parser of the training scripts themselves, and for video what `find_variant` makes of the
+published configs: what a run would refuse, or read otherwise than the recipe says, fails here.
 """
 
 import ast
+import dataclasses
+import functools
+import json
 import os
 import pathlib
 import re
 import shutil
 import subprocess
+import tempfile
 
 import pytest
 
-from training.arguments import parse_args
+from benchmarks.wan_video_memory import GIB, MODELS, predict
+from pipelines.wan_video import find_variant
+from training.arguments import parse_args, resolve_for_model
 from training.errors import RefusedError
 from training.optimizers import find_optimizer
 
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHELL_SCRIPTS = sorted(path.relative_to(ROOT) for path in (ROOT / "scripts").rglob("*.sh"))
-RECIPES = [path for path in SHELL_SCRIPTS if path.parts[1] == "qwen_image"]
+RECIPES = [path for path in SHELL_SCRIPTS if len(path.parts) == 4]
+FULL_RECIPES = [path for path in RECIPES if path.parts[2] == "full"]
+WAN_RECIPES = [path for path in RECIPES if path.parts[1] == "wan_video"]
 ON = "  --use_gradient_checkpointing \\\n"
 OFFLOAD_OFF = "  # --use_gradient_checkpointing_offload \\\n"
 OFFLOAD_ON = "  --use_gradient_checkpointing_offload \\\n"
+
+HUB_IDS = {"qwen_image": "Qwen/{}", "wan_video": "Wan-AI/{}-Diffusers"}
+DATASETS = {"qwen_image": "data/my_pictures", "wan_video": "data/my_clips"}
+# Parameters of the published transformers, one expert's where there are two.
+NUM_PARAMETERS = {
+    "Qwen-Image": 20_430_401_088,
+    "Qwen-Image-2512": 20_430_401_088,
+    "Wan2.1-T2V-1.3B": 1_418_996_800,
+    "Wan2.1-T2V-14B": 14_288_491_584,
+    "Wan2.1-I2V-14B-480P": 16_394_878_784,
+    "Wan2.1-I2V-14B-720P": 16_394_878_784,
+    "Wan2.1-FLF2V-14B-720P": 16_395_536_704,
+    "Wan2.2-T2V-A14B": 14_288_491_584,
+    "Wan2.2-I2V-A14B": 14_288_901_184,
+    "Wan2.2-TI2V-5B": 4_999_787_712,
+}
 
 STUB = """#!/bin/sh
 pwd > "$RECORD/folder"
@@ -43,7 +67,8 @@ def write_stub(folder):
 def checkout(tmp_path):
     """A copy of the recipes without a .venv, so that they take the `accelerate` that is first in PATH."""
     root = tmp_path / "a checkout"  # a blank, as in the folders of many people
-    shutil.copytree(ROOT / "scripts" / "qwen_image", root / "scripts" / "qwen_image")
+    for family in HUB_IDS:
+        shutil.copytree(ROOT / "scripts" / family, root / "scripts" / family)
     write_stub(tmp_path / "bin")
     return root
 
@@ -53,7 +78,8 @@ def run_recipe(checkout, recipe, *flags, **environment):
     record = checkout.parent / "record"
     shutil.rmtree(record, ignore_errors=True)
     record.mkdir()
-    inherited = {key: value for key, value in os.environ.items() if key not in ("DATASET_PATH", "OUTPUT_DIR")}
+    of_recipes = ("DATASET_PATH", "OUTPUT_DIR", "EXPERT")
+    inherited = {key: value for key, value in os.environ.items() if key not in of_recipes}
     path = f"{checkout.parent / 'bin'}{os.pathsep}{inherited['PATH']}"
     done = subprocess.run(
         ["bash", str(checkout / recipe), *flags],
@@ -77,21 +103,62 @@ def split_command(command):
 def parse(training_script, flags):
     tree = ast.parse((ROOT / training_script).read_text())
     assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
-    return parse_args(flags, description="", values=ast.literal_eval(assigned["FAMILY"]))
+    family = ast.literal_eval(assigned["FAMILY"])
+    depends_on_model = training_script == "train_wan_video.py"
+    args = parse_args(flags, description="", values=family, resolve=not depends_on_model)
+    if depends_on_model:
+        resolve_for_model(args, wan_values(args.pretrained_model_name_or_path))
+    return args
 
 
-def test_the_four_recipes_are_found():
-    assert [str(path.relative_to("scripts/qwen_image")) for path in RECIPES] == [
-        "full/Qwen-Image-2512.sh",
-        "full/Qwen-Image.sh",
-        "lora/Qwen-Image-2512.sh",
-        "lora/Qwen-Image.sh",
-    ]
+@functools.cache
+def wan_values(hub_id):
+    """Return what training takes from a model of the hub, by way of a folder with the configs published there."""
+    model = hub_id.removeprefix("Wan-AI/").removesuffix("-Diffusers")
+    image_to_video = "I2V-" in model and "TI2V" not in model or "FLF2V" in model
+    index = {"_class_name": "WanImageToVideoPipeline" if image_to_video else "WanPipeline"}
+    if "A14B" in model:
+        index["boundary_ratio"] = 0.9 if image_to_video else 0.875
+    vae = {"_class_name": "AutoencoderKLWan"}
+    if "TI2V" in model:
+        index["expand_timesteps"] = True
+        vae["scale_factor_spatial"] = 16
+    defaults = {"_class_name": "WanTransformer3DModel", "patch_size": [1, 2, 2], "in_channels": 16, "out_channels": 16}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config in (
+            ("model_index.json", index),
+            ("vae/config.json", vae),
+            ("transformer/config.json", defaults | MODELS[model][0]),
+        ):
+            path = pathlib.Path(folder, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(config))
+        variant = find_variant(folder)
+    return dataclasses.asdict(variant) | {"experts": variant.experts, "lora_target_modules": "to_q"}
+
+
+def header(recipe):
+    return re.match(r"(#.*\n)+", (ROOT / recipe).read_text())[0]
+
+
+def flowing(text):
+    """Return comments without their line breaks."""
+    return text.replace("\n# ", " ")
+
+
+# ---------------------------------------------------------------- what a recipe runs
+
+
+def test_there_is_a_recipe_for_every_model_and_mode():
+    families = {"Qwen": "qwen_image", "Wan2": "wan_video"}
+    expected = {f"scripts/{families[m[:4]]}/{mode}/{m}.sh" for m in NUM_PARAMETERS for mode in ("lora", "full")}
+    assert {str(path) for path in RECIPES} == expected
 
 
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=str)
-def test_bash_can_read_it(script):
+def test_bash_can_read_it_and_anyone_run_it(script):
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
+    assert os.access(ROOT / script, os.X_OK)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -99,41 +166,61 @@ def test_recipe_parses_and_means_what_its_path_says(recipe, checkout):
     done, command = run_recipe(checkout, recipe)
     assert done.returncode == 0
     config, training_script, flags = split_command(command)
-    assert (ROOT / config).is_file()
+    assert config == "accelerate_configs/single_gpu.yaml" and (ROOT / config).is_file()
     args = parse(training_script, flags)
 
     family, mode, model = recipe.parts[1], recipe.parts[2], recipe.stem
+    one_expert = mode == "full" and "A14B" in model
     assert training_script == f"train_{family}.py"
     assert args.training_mode == mode
-    assert args.pretrained_model_name_or_path == f"Qwen/{model}"
-    assert args.dataset_path == "data/my_pictures"
-    assert args.output_dir == f"outputs/{model}-{mode}"
-    assert args.use_gradient_checkpointing and not args.use_gradient_checkpointing_offload
+    assert args.pretrained_model_name_or_path == HUB_IDS[family].format(model)
+    assert args.dataset_path == DATASETS[family]
+    assert args.output_dir == f"outputs/{model}-{mode}" + ("-high_noise" if one_expert else "")
+    assert args.use_gradient_checkpointing
     # Behind the commented line, so bash has read on.
     assert args.checkpointing_steps and args.checkpoints_total_limit
     if mode == "lora":
-        assert (args.height, args.width, args.train_batch_size) == (1024, 1024, 1)  # those of the header's figures
         assert (args.lora_rank, args.learning_rate, args.optimizer) == (32, 1e-4, "adamw")
     else:
-        assert (args.height, args.width, args.train_batch_size) == (1328, 1328, 4)
-        assert (args.learning_rate, args.optimizer) == (1e-5, "adamw_8bit")
+        assert (args.learning_rate, args.optimizer, args.caption_dropout) == (1e-5, "adamw_8bit", 0.1)
+        assert args.lr_warmup_steps > 0
     find_optimizer(args)
+
+    # Those of the header's figures.
+    size = (args.height, args.width, args.train_batch_size)
+    if family == "qwen_image":
+        assert size == ((1024, 1024, 1) if mode == "lora" else (1328, 1328, 4))
+        assert not args.use_gradient_checkpointing_offload
+        return
+    if "TI2V" in model:
+        assert (*size, args.num_frames, args.fps) == (704, 1280, 1, 121, 24)
+    else:
+        assert (*size, args.num_frames, args.fps) == (*((720, 1280) if "720P" in model else (480, 832)), 1, 81, 16)
+    assert args.use_gradient_checkpointing_offload == ("14B" in model and args.height == 720)
+    assert args.task == ("i2v" if "TI2V" in model else None)
+    assert args.expert == (None if "A14B" not in model else "both" if mode == "lora" else "high_noise")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_offload_is_one_comment_sign_away(recipe, checkout):
-    _, command = run_recipe(checkout, recipe)
+    """From off to on, or from on to off where the recipe has it on."""
     text = (checkout / recipe).read_text()
-    assert text.count(ON + OFFLOAD_OFF) == 1, "the commented line stands directly below the switch"
-
-    (checkout / recipe).write_text(text.replace(OFFLOAD_OFF, OFFLOAD_ON))
-    done, offloading_command = run_recipe(checkout, recipe)
+    assert text.count(ON + OFFLOAD_OFF) + text.count(ON + OFFLOAD_ON) == 1, "it stands directly below the switch"
+    _, shipped = run_recipe(checkout, recipe)
+    if OFFLOAD_OFF in text:
+        (checkout / recipe).write_text(text.replace(OFFLOAD_OFF, OFFLOAD_ON))
+    else:
+        (checkout / recipe).write_text(text.replace(OFFLOAD_ON, OFFLOAD_OFF))
+    done, changed = run_recipe(checkout, recipe)
     assert done.returncode == 0
-    position = command.index("--use_gradient_checkpointing") + 1
-    assert offloading_command == command[:position] + ["--use_gradient_checkpointing_offload"] + command[position:]
-    _, training_script, flags = split_command(offloading_command)
-    args = parse(training_script, flags)
-    assert args.use_gradient_checkpointing and args.use_gradient_checkpointing_offload
+    off, on = sorted((shipped, changed), key=len)
+    assert (OFFLOAD_OFF in text) == (shipped == off)
+    position = off.index("--use_gradient_checkpointing") + 1
+    assert on == off[:position] + ["--use_gradient_checkpointing_offload"] + off[position:]
+    for command in (off, on):
+        _, training_script, flags = split_command(command)
+        args = parse(training_script, flags)
+        assert args.use_gradient_checkpointing and args.use_gradient_checkpointing_offload == (command == on)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -150,6 +237,26 @@ def test_environment_and_further_flags_win(recipe, checkout):
         parse(*split_command(command)[1:])
 
 
+@pytest.mark.parametrize("model", ["Wan2.2-T2V-A14B", "Wan2.2-I2V-A14B"])
+def test_second_run_of_a_full_recipe_trains_the_other_expert(model, checkout):
+    recipe = f"scripts/wan_video/full/{model}.sh"
+    assert "EXPERT " in header(recipe) and "run it twice" in header(recipe)
+    _, command = run_recipe(checkout, recipe, EXPERT="low_noise")
+    args = parse(*split_command(command)[1:])
+    assert (args.expert, args.output_dir) == ("low_noise", f"outputs/{model}-full-low_noise")
+    _, command = run_recipe(checkout, recipe, EXPERT="both")
+    with pytest.raises(RefusedError, match="--expert is both; allowed with --training_mode full are high_noise, low_"):
+        parse(*split_command(command)[1:])
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_ti2v_recipe_trains_t2v_as_its_header_says(mode, checkout):
+    recipe = f"scripts/wan_video/{mode}/Wan2.2-TI2V-5B.sh"
+    assert "--task t2v behind the command" in header(recipe)
+    _, command = run_recipe(checkout, recipe, "--task", "t2v")
+    assert parse(*split_command(command)[1:]).task == "t2v"
+
+
 def test_failure_of_the_run_is_the_failure_of_the_recipe(checkout):
     done, _ = run_recipe(checkout, RECIPES[0], STUB_EXIT_CODE="3")
     assert done.returncode == 3
@@ -163,34 +270,106 @@ def test_accelerate_of_the_venv_comes_first(checkout):
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_header_says_what_for_on_what_and_how_much(recipe):
-    header = re.match(r"(#.*\n)+", (ROOT / recipe).read_text())[0]
-    for word in ("# Goal: ", f"# Usage: bash {recipe} ", "DATASET_PATH", "OUTPUT_DIR", "# Hardware: ", "# Memory"):
-        assert word in header, word
-    # Until a run on a GPU has given figures, no reader may take these for such.
-    assert "NOT measured on a GPU" in header
+# ---------------------------------------------------------------- what recipes repeat of each other
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_recipes_of_one_architecture_differ_in_the_name_only(mode):
-    folder = ROOT / "scripts" / "qwen_image" / mode
-    older, newer = ((folder / f"{model}.sh").read_text() for model in ("Qwen-Image", "Qwen-Image-2512"))
-    assert older.replace("Qwen-Image", "Qwen-Image-2512").replace("Qwen-Image-2512-2512", "Qwen-Image-2512") == newer
+@pytest.mark.parametrize("family", HUB_IDS)
+def test_recipes_of_one_family_and_mode_run_the_same_code(family, mode):
+    """Each is copied alone, so what they share stands in all of them: there it is to stay the same."""
+    may_differ = ("pretrained_model_name_or_path", "output_dir", "height", "width", "num_frames", "fps", "task")
+    may_differ += ("expert", "use_gradient_checkpointing_offload")
+    shared = set()
+    for path in (ROOT / "scripts" / family / mode).glob("*.sh"):
+        lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+        flags = [line.split()[0].removeprefix("--") if line.split() else "" for line in lines]
+        kept = [line for line, flag in zip(lines, flags, strict=True) if flag not in may_differ]
+        shared.add("\n".join(line for line in kept if line != 'EXPERT="${EXPERT:-high_noise}"'))
+    assert len(shared) == 1
 
 
-def test_bytes_per_parameter_of_full_training_add_up():
+@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize(
+    ("first", "second", "numbers_differ"),
+    [
+        ("qwen_image/{}/Qwen-Image.sh", "qwen_image/{}/Qwen-Image-2512.sh", False),
+        ("wan_video/{}/Wan2.1-I2V-14B-480P.sh", "wan_video/{}/Wan2.1-I2V-14B-720P.sh", True),
+    ],
+)
+def test_recipes_of_one_architecture_differ_in_names_and_sizes_only(mode, first, second, numbers_differ):
+    texts = []
+    for path in (first, second):
+        path = ROOT / "scripts" / path.format(mode)
+        text = re.sub(rf"\b{re.escape(path.stem)}\b(?!-\d)", "MODEL", path.read_text())
+        if numbers_differ:
+            text = re.sub(r"\s+", " ", re.sub(r"\d+(\.\d+)?", "N", flowing(text.replace(OFFLOAD_OFF, OFFLOAD_ON))))
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+# ---------------------------------------------------------------- what a header says
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_header_says_what_for_on_what_and_how_much(recipe):
+    text = header(recipe)
+    for word in ("# Goal: ", f"# Usage: bash {recipe} ", "DATASET_PATH", "OUTPUT_DIR", "# Hardware: ", "# Memory"):
+        assert word in text, word
+    # Until a run on a GPU has given figures, no reader may take these for such.
+    assert "NOT measured on a GPU" in text
+    if recipe in WAN_RECIPES:
+        words = ["Clips: ", "--clip_part", "--fps", "Predicted with fake tensors, NOT measured on a GPU."]
+        words += ["if that is 5 or more: pictures are left out"] * ("-T2V" not in recipe.stem)
+        for word in words:
+            assert word in flowing(text), word
+
+
+@pytest.mark.parametrize("recipe", FULL_RECIPES, ids=str)
+def test_bytes_per_parameter_of_full_training_add_up(recipe):
     """The header's GiB follow from its bytes per parameter, and these from the dtypes that it names."""
-    header = (ROOT / "scripts" / "qwen_image" / "full" / "Qwen-Image.sh").read_text()
+    text, num_parameters = header(recipe), NUM_PARAMETERS[recipe.stem]
     row = {
-        name: [float(number) for number in re.findall(r"[\d.]+", re.search(rf"# +{name} +(.*)", header)[1])]
+        name: [float(number) for number in re.findall(r"[\d.]+", re.search(rf"# +{name} +(.*)", text)[1])]
         for name in ("weights, bf16", "masters, fp32", "their gradients, fp32, at the step", "at the optimizer step")
     }
     state = [8, 2 + 2 * 4 / 256, 0]  # two fp32 moments; two of one byte with a fp32 scale per 256; next to nothing
-    num_parameters = 20_430_401_088
-    gib = [int(number) for number in re.search(r"# +(\d+) GiB +(\d+) GiB +(\d+) GiB", header).groups()]
+    assert f"# Memory: {num_parameters / 1e9:.2f}e9 parameters" in text
+    gib = re.search(r"# +([\d.]+) GiB +([\d.]+) GiB +([\d.]+) GiB\n", text).groups()
     for i in range(3):
         total = row["weights, bf16"][i] + row["masters, fp32"][i] + row["their gradients, fp32, at the step"][i]
         assert total == 2 + 4 + 4
         assert row["at the optimizer step"][i] == pytest.approx(total + state[i], abs=0.01)
-        assert gib[i] == round((total + state[i]) * num_parameters / 2**30)
+        calculated = (total + state[i]) * num_parameters / 2**30
+        assert gib[i] == (f"{calculated:.1f}" if "." in gib[i] else f"{calculated:.0f}")
+    # A checkpoint has the masters and the state of adamw_8bit.
+    for what, bytes_each in (("for the result", 2), ("for each checkpoint", 4 + state[1])):
+        gb = re.search(rf"([\d.]+) GB {what}", text)[1]
+        calculated = bytes_each * num_parameters / 1e9
+        assert gb == (f"{calculated:.1f}" if "." in gb else f"{calculated:.0f}")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(path, marks=[] if "1.3B" in path.stem else pytest.mark.slow, id=str(path)) for path in WAN_RECIPES],
+)
+def test_memory_in_the_header_is_what_the_benchmark_predicts(recipe):
+    mode, model = recipe.parts[2], recipe.stem
+    text = header(recipe)
+    predictions = [predict(model, clip, mode) for clip in MODELS[model][1]]
+    assert predictions[0]["num_parameters"] == NUM_PARAMETERS[model]
+    for label, key in (
+        ("no checkpointing flag", "keep"),
+        ("--use_gradient_checkpointing", "recompute"),
+        ("--use_gradient_checkpointing_offload", "park"),
+    ):
+        line = re.search(rf"^#   {label} +(\d.*)$", text, re.MULTILINE)[1]
+        expected = [f"{figures[key] / GIB:.1f}" for figures in predictions]
+        if key == "park":
+            expected += [f"{figures['pinned_host'] / GIB:.1f}" for figures in predictions]
+        assert re.findall(r"\d+\.\d+", line) == expected
+    if mode == "lora":
+        assert f"weights ({predictions[0]['weights'] / GIB:.1f} GiB)" in text
+        num_trained = predictions[0]["num_trained"]
+        # The file is in bf16; a checkpoint has fp32 and two moments.
+        disk = f"takes {2 * num_trained / 1e9:.2f} GB of disk, a checkpoint {12 * num_trained / 1e9:.1f} GB."
+        assert disk in flowing(text)

@@ -1,0 +1,180 @@
+"""Adapters that start from a LoRA file: in every layout the same weights, or a refusal that names what is wrong."""
+
+import json
+import types
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel, WanPipeline, WanTransformer3DModel
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from pipelines.wan_video import lora_export_name
+from training.errors import RefusedError
+from training.export import save_lora
+from training.lora_init import read_initial_lora, start_from
+from training.module import add_lora, find_lora_targets, lora_layers
+
+
+NAMES = {"wan": ["to_q", "to_v", "ffn.net.2"], "qwen": ["to_q", "to_v", "img_mlp.net.2"]}
+STOCK = {"wan": WanPipeline, "qwen": QwenImagePipeline}
+EXPORT_NAME = {"wan": lora_export_name, "qwen": "transformer.{}".format}
+
+
+def tiny_transformer(family, heads=2):
+    torch.manual_seed(0)
+    if family == "wan":
+        return WanTransformer3DModel(
+            num_attention_heads=heads, attention_head_dim=12, text_dim=16, freq_dim=32, ffn_dim=48, num_layers=2,
+            rope_max_seq_len=32,
+        )  # fmt: skip
+    return QwenImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=heads,
+        joint_attention_dim=32,
+        axes_dims_rope=(8, 4, 4),
+    )
+
+
+def arguments(path, family, rank=4, alpha=6.0):
+    return types.SimpleNamespace(
+        lora_init_path=str(path), lora_rank=rank, lora_alpha=alpha, lora_dropout=0.0, seed=1,
+        lora_target_modules=NAMES[family],
+    )  # fmt: skip
+
+
+def started(path, family, names=None, **kwargs):
+    """A transformer whose adapters start from `path`, as the scripts do it."""
+    expert, heads = kwargs.pop("expert", None), kwargs.pop("heads", 2)
+    args = arguments(path, family, **kwargs)
+    transformer = tiny_transformer(family, heads)
+    targets = find_lora_targets(transformer, names or NAMES[family], never_trained=[])
+    initial = read_initial_lora(args, STOCK[family].lora_state_dict, transformer, targets, expert=expert)
+    add_lora(transformer, targets, args)
+    print(start_from(transformer, initial))
+    return transformer
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Function: a transformer with random adapters of strength 1.5, and the file of it that the run would export."""
+
+    def make(family, **info):
+        transformer = tiny_transformer(family)
+        add_lora(transformer, find_lora_targets(transformer, NAMES[family], never_trained=[]), arguments("", family))
+        for layer in lora_layers(transformer).values():
+            torch.nn.init.normal_(layer.lora_B["default"].weight)
+        return transformer, save_lora(
+            transformer,
+            tmp_path,
+            dtype=torch.float32,
+            prefix="transformer",
+            export_name=EXPORT_NAME[family],
+            info=info,
+        )
+
+    return make
+
+
+def as_diffusers(transformer, path):
+    """As diffusers' own example writes it: unscaled, alpha in the header."""
+    tensors = {f"transformer.{k}": v.contiguous() for k, v in get_peft_model_state_dict(transformer).items()}
+    fields = {"transformer.r": 4, "transformer.lora_alpha": 6.0, "transformer.alpha_pattern": {}}
+    save_file(tensors, path, {"lora_adapter_metadata": json.dumps(fields)})
+
+
+def with_alpha_keys(transformer, path):
+    """Original names, `.alpha` beside each pair."""
+    tensors = {}
+    for name, layer in lora_layers(transformer).items():
+        module = EXPORT_NAME["wan"](name)
+        tensors[f"{module}.lora_A.weight"] = layer.lora_A["default"].weight.detach().clone()
+        tensors[f"{module}.lora_B.weight"] = layer.lora_B["default"].weight.detach().clone()
+        tensors[f"{module}.alpha"] = torch.tensor(6.0)
+    save_file(tensors, path)
+
+
+def assert_same_changes(transformer, expected):
+    ours, theirs = lora_layers(transformer), lora_layers(expected)
+    assert ours.keys() == theirs.keys()
+    for name, layer in theirs.items():
+        torch.testing.assert_close(ours[name].get_delta_weight("default"), layer.get_delta_weight("default"))
+
+
+@pytest.mark.parametrize("alpha", [4.0, 6.0, 1.0])
+@pytest.mark.parametrize("family", ["wan", "qwen"])
+def test_own_file(family, alpha, trained, tmp_path, capsys):
+    """At whatever strength the new run has, it starts as the old one ended."""
+    expected, path = trained(family)
+    for place in (path, tmp_path):
+        assert_same_changes(started(place, family, alpha=alpha), expected)
+    assert "not restored" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family, write", [("wan", as_diffusers), ("qwen", as_diffusers), ("wan", with_alpha_keys)])
+def test_layouts_of_others(family, write, trained, tmp_path):
+    expected, _ = trained(family)
+    write(expected, tmp_path / "other.safetensors")
+    assert_same_changes(started(tmp_path / "other.safetensors", family), expected)
+
+
+def test_layers_that_the_file_lacks_start_anew(trained, capsys):
+    expected, path = trained("wan")
+    transformer = started(path, "wan", names=[*NAMES["wan"], "to_k"])
+    added = {name for name in lora_layers(transformer) if name.endswith("to_k")}
+    assert len(added) == 4
+    assert not any(lora_layers(transformer)[name].lora_B["default"].weight.any() for name in added)
+    assert "10 of 14 adapters" in capsys.readouterr().out
+
+
+def refused(path, family="wan", **kwargs):
+    with pytest.raises(RefusedError) as error:
+        started(path, family, **kwargs)
+    assert str(error.value).startswith("--lora_init_path")
+    return str(error.value)
+
+
+def test_other_expert_is_refused(trained, tmp_path):
+    expected, path = trained("wan", expert="high_noise")
+    assert "of the expert high_noise, and this run trains low_noise" in refused(path, expert="low_noise")
+    assert_same_changes(started(path, "wan", expert="high_noise"), expected)
+    # A folder of both: each takes its own.
+    (tmp_path / "run" / "high_noise").mkdir(parents=True)
+    path.rename(tmp_path / "run" / "high_noise" / path.name)
+    assert_same_changes(started(tmp_path / "run", "wan", expert="high_noise"), expected)
+    assert "low_noise" in refused(tmp_path / "run", expert="low_noise")
+
+
+def test_what_does_not_fit_is_refused(trained, tmp_path):
+    expected, path = trained("wan")
+    assert "has rank 4, and --lora_rank is 8" in refused(path, rank=8)
+    assert "widths 24 and 24 in it, here 36 and 36" in refused(path, heads=3)
+    assert "8 of 20 tensors have no place" in refused(path, names=["to_q", "ffn.net.2"])
+    assert "cannot be read" in refused(tmp_path / "nowhere.safetensors")
+    (tmp_path / "text.safetensors").write_text("text")
+    assert "cannot be read" in refused(tmp_path / "text.safetensors")
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: name.removeprefix("diffusion_model."),
+        lambda name: "base_model.model." + name,
+        lambda name: name.replace("self_attn", "other_attn"),
+        lambda name: name.replace("lora_A.weight", "dora_scale"),
+    ],
+)
+def test_unknown_names_are_refused(rename, trained, tmp_path):
+    _, path = trained("wan")
+    save_file({rename(name): tensor for name, tensor in load_file(path).items()}, tmp_path / "other.safetensors")
+    message = refused(tmp_path / "other.safetensors")
+    assert "have no place" in message or "in no layout" in message
+
+
+def test_half_a_pair_is_refused(trained, tmp_path):
+    _, path = trained("qwen")
+    tensors = load_file(path)
+    del tensors[next(name for name in tensors if "lora_B" in name)]
+    save_file(tensors, path)
+    assert "1 of 11 tensors have no place" in refused(path, "qwen")
