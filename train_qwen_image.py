@@ -109,11 +109,11 @@ def main(args):
     output_dir = pathlib.Path(args.output_dir)
 
     # ---- all that can be refused, before a model is loaded
-    optimizer_class, optimizer_arguments = find_optimizer(args)
-    checkpoint, resumed = find_checkpoint(args)
     with refuse_unreadable_model(args):
         skeleton = pipeline.load_transformer_skeleton(model, transformer_path=args.transformer_path, **hub)
         scheduler = pipeline.load_scheduler(model, **hub)
+    optimizer_class, optimizer_arguments = find_optimizer(args)
+    checkpoint, resumed = find_checkpoint(args)
     never_trained = pipeline.never_trained_modules(skeleton)
     if args.training_mode == "lora":
         targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)

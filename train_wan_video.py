@@ -32,6 +32,8 @@ FAMILY = {
 
 # bitsandbytes, if it is installed, warns at import of CPU kernels that nothing here uses.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# transformers warns at import that without torchvision it resizes pictures for CLIP by Pillow, as it is to.
+logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
 
 if __name__ == "__main__":
     # Before torch is imported, so that a typo is answered at once.
@@ -207,10 +209,8 @@ def main(args):
         for (row, _), tensors in zip(items, encoded, strict=True)
     ]
 
-    for stage, expert in enumerate(experts):
-        steps_before = stage * last_step
-        if resumed["step"] > steps_before + last_step:
-            continue  # of this expert the file is there already
+    def train_expert(expert, steps_before):
+        # A function, so that nothing of one expert is left when the next is loaded.
         dataset = TrainingDataset(
             samples,
             laws[expert],
@@ -239,12 +239,11 @@ def main(args):
         )
 
         # ---- training and its results
-        accelerator = start_accelerator(args)  # its own for each expert: it holds on to what it prepared
         accelerator.print(batches.describe(last_step))
         run = RunRecord(accelerator, args, plan=plan, module=module, records=records, never_trained=never_trained)
         resumed_steps = max(resumed["step"] - steps_before, 0)
         train(
-            accelerator,
+            start_accelerator(args),  # one for each, since it holds on to what it has prepared
             module,
             dataset,
             batches,
@@ -273,9 +272,11 @@ def main(args):
             )
             run.finish()
         accelerator.wait_for_everyone()
-        accelerator.free_memory()
-        del transformer, module, dataset
-        free_memory()
+
+    for stage, expert in enumerate(experts):
+        if resumed["step"] <= (stage + 1) * last_step:  # else its file is there already
+            train_expert(expert, stage * last_step)
+            free_memory()
     accelerator.end_training()
 
 

@@ -6,6 +6,7 @@ Most runs are made in this process, as the script would make them after its impo
 import json
 import math
 import shutil
+import weakref
 
 import av
 import pytest
@@ -195,6 +196,28 @@ def test_both_experts_in_one_run_equal_two_runs(lora_run, train):
         assert lora_files(alone) == {f"{expert}/{LORA_FILE}": lora_files(both)[f"{expert}/{LORA_FILE}"]}
         losses = [line["loss"] for line in metrics(both) if line["expert"] == expert]
         assert [line["loss"] for line in metrics(alone)] == losses
+
+
+def test_nothing_of_the_first_expert_is_left_when_the_second_is_loaded(train, monkeypatch):
+    load, loaded, alive = train_wan_video.pipeline.load_transformer, [], []
+
+    def load_transformer(*args, **kwargs):
+        alive.append([reference() is not None for reference in loaded])
+        transformer = load(*args, **kwargs)
+        loaded.extend(weakref.ref(tensor) for tensor in (transformer, *transformer.parameters()))
+        return transformer
+
+    add_lora = train_wan_video.add_lora
+
+    def add_adapters(transformer, *args):
+        add_lora(transformer, *args)
+        loaded.extend(weakref.ref(tensor) for name, tensor in transformer.named_parameters() if "lora" in name)
+
+    monkeypatch.setattr(train_wan_video.pipeline, "load_transformer", load_transformer)
+    monkeypatch.setattr(train_wan_video, "add_lora", add_adapters)
+    train("wan_t2v_a14b", *SMALL, "--lora_rank", "2", "--max_train_steps", "2", "--expert", "both",
+          "--checkpointing_steps", "1")  # fmt: skip
+    assert len(alive) == 2 and len(alive[1]) > 100 and not any(alive[1])
 
 
 @pytest.mark.parametrize("checkpoint, kept", [("checkpoint-2", []), ("checkpoint-4", ["high_noise"])])
