@@ -1,6 +1,7 @@
 import functools
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -28,12 +29,28 @@ def script():
     return run_script
 
 
+def free_port():
+    """Return a port that nothing listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
 @pytest.fixture(scope="session")
-def tiny_qwen_image(tmp_path_factory):
-    """Folder of a complete tiny Qwen-Image pipeline."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-qwen-image"
-    run_script("scripts/make_tiny_model.py", "--family", "qwen_image", "--output", folder)
-    return folder
+def on_two_processes():
+    """Function that launches a command line on two CPU processes, under DDP or, with its config, DeepSpeed."""
+
+    def run(*arguments, accelerate_config=None):
+        if accelerate_config is None:
+            command = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+            settings = {"ACCELERATE_USE_CPU": "true"}
+        else:
+            command = ["accelerate.commands.launch", "--num_processes", "2", "--config_file", accelerate_config]
+            command += ["--main_process_port", free_port()]
+            settings = {"DS_ACCELERATOR": "cpu"}
+        return run_script("-m", *command, *arguments, env=settings, timeout=400)
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +64,12 @@ def tiny_model(tmp_path_factory):
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen_image(tiny_model):
+    """Folder of a complete tiny Qwen-Image pipeline."""
+    return tiny_model("qwen_image")
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,7 @@
 """The command line from end to end, on a tiny model and real photographs."""
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -280,24 +276,12 @@ def test_infinite_loss_ends_with_1_and_names_the_samples(train, photos):
 # ---------------------------------------------------------------- several processes
 
 
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
-def train_on_two_processes(tiny_qwen_image, photos, tmp_path_factory):
+def train_on_two_processes(on_two_processes, tiny_qwen_image, photos, tmp_path_factory):
     def run(*flags):
         output_dir = tmp_path_factory.mktemp("ddp") / "out"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-        command += ["--master_port", str(free_port()), "train_qwen_image.py", *flags]
-        command += ["--pretrained_model_name_or_path", str(tiny_qwen_image), "--dataset_path", str(photos)]
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            [*command, "--output_dir", str(output_dir)], env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
+        required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos]
+        on_two_processes("train_qwen_image.py", *required, "--output_dir", output_dir, *flags)
         return output_dir
 
     return run
@@ -351,24 +335,16 @@ def test_two_processes_train_on_for_several_steps(train_on_two_processes, train)
 
 
 @pytest.mark.slow
-def test_zero2_through_the_shipped_config(train, tiny_qwen_image, photos, tmp_path):
+def test_zero2_through_the_shipped_config(train, on_two_processes, tiny_qwen_image, photos, tmp_path):
     """Two processes under DeepSpeed end with the file of one process with twice the batch; and they resume."""
     flags = [*SMALL, "--lora_rank", "4", "--lora_dtype", "fp32", "--max_train_steps", "4", "--learning_rate", "1e-3"]
     flags += ["--lr_scheduler", "linear", "--max_grad_norm", "0.02", "--gradient_accumulation_steps", "2"]
 
     def launch(output_dir, *more):
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
-        command += [
-            "--config_file",
-            "accelerate_configs/deepspeed_zero2.yaml",
-            "--main_process_port",
-            str(free_port()),
-        ]
-        command += ["train_qwen_image.py", "--pretrained_model_name_or_path", str(tiny_qwen_image)]
-        command += ["--dataset_path", str(photos), "--output_dir", str(output_dir), *flags, *more]
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, done.stderr
+        required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos]
+        required += ["--output_dir", output_dir]
+        config = "accelerate_configs/deepspeed_zero2.yaml"
+        done = on_two_processes("train_qwen_image.py", *required, *flags, *more, accelerate_config=config)
         assert "loaded back by diffusers at the trained strength" in done.stdout
         return load_file(output_dir / LORA_FILE)
 

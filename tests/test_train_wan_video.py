@@ -341,6 +341,38 @@ def test_condition_channels_follow_the_noisy_ones():
     assert torch.equal(seen["encoder_hidden_states_image"][:3], torch.stack(expected))
 
 
+# ---------------------------------------------------------------- several processes
+
+
+@pytest.mark.parametrize(
+    "family, flags, config",
+    [
+        ("wan_i2v", ["--training_mode", "full"], None),
+        ("wan_t2v_a14b", ["--expert", "both", "--lora_rank", "4"], None),
+        pytest.param(
+            "wan_t2v_a14b",
+            ["--expert", "both", "--lora_rank", "4"],
+            "accelerate_configs/deepspeed_zero2.yaml",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_two_processes_equal_one_with_twice_the_batch(
+    family, flags, config, on_two_processes, train, tiny_model, clips, tmp_path
+):
+    flags = [*SMALL, *flags, "--max_train_steps", "3", "--learning_rate", "1e-3", "--lr_scheduler", "linear"]
+    required = ["--pretrained_model_name_or_path", tiny_model(family), "--dataset_path", clips]
+    on_two_processes("train_wan_video.py", *required, "--output_dir", tmp_path, *flags, accelerate_config=config)
+    one, two = metrics(train(family, *flags, "--train_batch_size", "2")), metrics(tmp_path)
+    assert len(one) == len(two) == (6 if "both" in flags else 3)
+    for ours, expected in zip(two, one, strict=True):
+        for key in ("step", "epoch", "lr", "samples", "sigmas"):
+            assert ours[key] == expected[key]
+        first = expected["lr"] == 1e-3
+        assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-5 if first else 1e-3)
+        assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5 if first else 1e-2)
+
+
 # ---------------------------------------------------------------- what is refused
 
 
