@@ -131,6 +131,12 @@ def test_lora_file(name, lora_run, tiny_model):
     assert f"{type(pipeline).__name__}.from_pretrained" in card or name == "ti2v from an image"
 
 
+def test_image_keys_need_not_be_adapted(train):
+    """diffusers adds adapters of zeros for them when it loads such a file into an image-to-video model."""
+    flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1", "--lora_target_modules", "to_q,to_k"]
+    assert len(load_file(train("wan_i2v", *flags) / LORA_FILE)) == 2 * 8
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_full_run_opens_in_diffusers_and_differs_everywhere(name, train, tiny_model):
     family, flags = VARIANTS[name]
