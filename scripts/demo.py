@@ -1,19 +1,12 @@
-"""Train a LoRA on five photographs, load it back into the stock pipeline and show what changed. For scripts/demo.sh.
+"""The stages and pictures that the demos of all families share. For scripts/demo_<family>.py.
 
-    python -m scripts.demo [--output_dir DIR]
-
-The model is a tiny one with random weights, so nothing is downloaded and a CPU is enough. Its VAE has never seen a
-picture and decodes everything to noise; what the latents hold is therefore shown through a linear map from latents to
-pixels, fitted on the photographs (`fit_view`).
-
-Shapes: B pictures, C latent channels (16), H W latent height and width (pixels / 8).
+Shapes: B pictures or clips, N frames of pixels (1 for pictures), F latent frames (1 + (N - 1) / 4), C latent channels,
+H W latent height and width (pixels / 8).
 """
 
-# ruff: noqa: E402
 import argparse
 import contextlib
 import json
-import logging
 import pathlib
 import shlex
 import shutil
@@ -21,37 +14,29 @@ import subprocess
 import sys
 import weakref
 
-
-# Before the imports, since some of them already warn about optional packages that nothing here needs.
-logging.disable(logging.WARNING)
-
 import diffusers
 import matplotlib
 import safetensors.torch
 import torch
 import transformers
 import yaml
-from diffusers import DiffusionPipeline, QwenImageTransformer2DModel
+from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw
-from skimage import data
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memory import offload
 from memory.plan import MemoryPlan
-from pipelines import qwen_image as family
-from train_qwen_image import FAMILY, QwenImageTrainingModule
 from training.arguments import parse_args
 from training.checkpoints import list_checkpoints
-from training.data.images import cover_and_crop, open_image, to_tensor
 from training.export import LORA_FILE
 from training.flow_matching import add_noise, flow_loss, flow_target
 from training.module import ADAPTER_NAME, add_lora, find_lora_targets, lora_layers
 
 
 matplotlib.use("Agg")  # there may be no display
-from matplotlib import pyplot
+from matplotlib import pyplot  # noqa: E402
 
 
 DEFAULT_OUTPUT_DIR = pathlib.Path("outputs/demo")
@@ -65,40 +50,24 @@ CAPTIONS = {
     "hubble_deep_field": "distant galaxies in a black sky",
 }
 
-SIZE = 96  # pixels
-MODEL_FLAGS = ["--num_layers", "2", "--num_attention_heads", "4", "--attention_head_dim", "32"]
-# Every linear layer, also those that a LoRA usually leaves alone: nothing of a random base is worth keeping.
-# fmt: off
-TARGETS = [
-    "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
-    "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2", "img_mod.1", "txt_mod.1",
-    "img_in", "txt_in", "timestep_embedder.linear_1", "timestep_embedder.linear_2", "norm_out.linear", "proj_out",
-]
-# fmt: on
+# What the runs have in common; each family adds its sizes, its layers and its number of steps.
 TRAINING = {
-    "height": SIZE,
-    "width": SIZE,
-    "train_batch_size": len(CAPTIONS),
     "lora_rank": 64,
-    "lora_target_modules": TARGETS,
-    "max_train_steps": 800,
     "learning_rate": 3e-3,
     "max_grad_norm": 0.3,
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 20,
     "mixed_precision": "no",  # bf16 is slow on most CPUs
-    "use_gradient_checkpointing": True,
     "checkpointing_steps": 100,
     "logging_steps": 50,
 }
 
-# The noise levels of the loss on fixed noise: each photograph at each of them, always with the same noise.
+# The noise levels of the loss on fixed noise: each picture or clip at each of them, always with the same noise.
 SIGMAS = (0.2, 0.4, 0.6, 0.8)
 
-# The memory of a step is measured in proportions closer to a real model: more blocks, a larger picture (inputs of
-# blocks are parked from 1 MiB on), and a LoRA whose gradients are small beside them.
+# The memory of a step is measured in proportions closer to a real model: more blocks, a larger picture or clip (inputs
+# of blocks are parked from 1 MiB on), and a LoRA whose gradients are small beside them.
 MEMORY_NUM_LAYERS = 12
-MEMORY_SIZE = 768  # pixels
 MEMORY_LORA_RANK = 8
 MODES = {
     "keep": [],
@@ -107,15 +76,37 @@ MODES = {
 }
 
 
-# ---------------------------------------------------------------- stages
+# ---------------------------------------------------------------- start and end
 
 
-def write_photographs(folder):
-    """Write each photograph of `CAPTIONS` with its caption beside it, as a dataset on disk."""
-    folder.mkdir(parents=True)
-    for name, caption in CAPTIONS.items():
-        Image.fromarray(getattr(data, name)()).save(folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text(caption + "\n")
+def find_output_dir(description):
+    """Read the command line and return the folder for everything; exits with code 2 on a bad flag or folder."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0], allow_abbrev=False)
+    parser.add_argument(
+        "--output_dir",
+        type=pathlib.Path,
+        default=DEFAULT_OUTPUT_DIR,
+        help="folder for everything, new or empty. Default: outputs/demo, which is emptied first",
+    )
+    output_dir = parser.parse_args().output_dir
+    if output_dir == DEFAULT_OUTPUT_DIR:
+        shutil.rmtree(output_dir, ignore_errors=True)
+    elif output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        parser.error(f"--output_dir {output_dir} is not an empty folder.")
+    return output_dir
+
+
+def finish(output_dir, results, files):
+    """Write `results` (`dict`) and name the `files` (`str`); exits with code 1 if the loss did not fall."""
+    results = {"device": "cuda" if torch.cuda.is_available() else "cpu"} | results
+    (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    first, *_, last = results["loss_on_fixed_noise"].values()
+    if last >= first:
+        sys.exit(f"error: the loss on fixed noise did not fall: {first:.3f} before, {last:.3f} after.")
+    print(f"{files}, the LoRA (run/) and all else are in {output_dir.resolve()}")
+
+
+# ---------------------------------------------------------------- training
 
 
 def run_script(*command, log_path):
@@ -130,65 +121,65 @@ def run_script(*command, log_path):
     print(f"  {done.stdout.splitlines()[-1]}")
 
 
-def train(output_dir):
-    """Write photographs and model, and train a LoRA on them with the command line that users have.
-
-    Returns:
-        `tuple` of three `pathlib.Path`: folders of the photographs, the model, and the run.
-    """
-    photos, model_dir, run_dir = (output_dir / name for name in ("photos", "model", "run"))
-    print("[1/5] photographs and a tiny random model")
-    write_photographs(photos)
-    flags = ["--family", "qwen_image", "--output", str(model_dir), *MODEL_FLAGS]
+def make_model(output_dir, family, flags):
+    """Write a tiny random pipeline of a `family` of scripts/make_tiny_model.py and return its folder."""
+    model_dir = output_dir / "model"
+    flags = ["--family", family, "--output", str(model_dir), *flags]
     run_script("scripts/make_tiny_model.py", *flags, log_path=output_dir / "model.log")
-
-    print(f"[2/5] training on {torch.cuda.get_device_name() if torch.cuda.is_available() else 'the CPU'}")
-    paths = {"pretrained_model_name_or_path": model_dir, "dataset_path": photos, "output_dir": run_dir}
-    config = {name: str(path) for name, path in paths.items()} | TRAINING
-    (output_dir / "train.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    run_script("train_qwen_image.py", "--config", str(output_dir / "train.yaml"), log_path=output_dir / "train.log")
-    return photos, model_dir, run_dir
+    return model_dir
 
 
-class FixedNoise:
-    """The loss of a stock transformer over the photographs, always at the same noise levels with the same noise.
+def train(output_dir, script, *, model_dir, dataset_path, settings):
+    """Train a LoRA with the command line that users have and return the folder of the run.
 
     Args:
-        transformer (`QwenImageTransformer2DModel`)
-        latents (`torch.Tensor` of shape (B, C, H, W)): Of the photographs.
-        prompt_embeds (`torch.Tensor` of shape (B, L, J)), prompt_embeds_mask (`torch.Tensor` of shape (B, L)): Of
-            their captions.
+        script (`str`): The entry script.
+        settings (`dict`): Flags beside the paths.
     """
+    print(f"[2/5] training on {torch.cuda.get_device_name() if torch.cuda.is_available() else 'the CPU'}")
+    run_dir = output_dir / "run"
+    paths = {"pretrained_model_name_or_path": model_dir, "dataset_path": dataset_path, "output_dir": run_dir}
+    config = {name: str(path) for name, path in paths.items()} | settings
+    (output_dir / "train.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    run_script(script, "--config", str(output_dir / "train.yaml"), log_path=output_dir / "train.log")
+    return run_dir
 
-    def __init__(self, transformer, latents, prompt_embeds, prompt_embeds_mask):
-        self.transformer = transformer
-        self.latents = latents.repeat(len(SIGMAS), 1, 1, 1)
-        self.noise = torch.randn(self.latents.shape, generator=torch.Generator().manual_seed(0)).to(latents.device)
-        self.sigmas = torch.tensor(SIGMAS, device=latents.device).repeat_interleave(len(latents))
-        self.prompt_embeds = prompt_embeds.repeat(len(SIGMAS), 1, 1)
-        self.prompt_embeds_mask = prompt_embeds_mask.repeat(len(SIGMAS), 1)
 
-    @torch.no_grad()
-    def loss(self):
-        """Return the loss (`float`) with the adapters that the transformer has now."""
-        height, width = self.latents.shape[-2:]
-        tokens = self.transformer(
-            hidden_states=family.pack_latents(add_noise(self.latents, self.noise, self.sigmas)),
-            timestep=self.sigmas,
-            encoder_hidden_states=self.prompt_embeds,
-            encoder_hidden_states_mask=self.prompt_embeds_mask,
-            img_shapes=[[(1, height // 2, width // 2)]] * len(self.latents),
-            return_dict=False,
-        )[0]
-        prediction = family.unpack_latents(tokens, height, width)
-        return flow_loss(prediction, flow_target(self.latents, self.noise), self.sigmas).item()
+def load_pipeline(model_dir):
+    """Load the stock pipeline, onto the GPU if there is one."""
+    transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.disable_progress_bar()
+    pipeline = DiffusionPipeline.from_pretrained(model_dir).to("cuda" if torch.cuda.is_available() else "cpu")
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+# ---------------------------------------------------------------- what was learnt
+
+
+@torch.no_grad()
+def fixed_noise_loss(predict, latents):
+    """Return the loss (`float`) over all latents at the same noise levels and with the same noise in every call.
+
+    Args:
+        predict: Function from noisy latents (B, C, ...) and sigmas (B,) to the flow that a stock transformer predicts.
+        latents (`torch.Tensor` of shape (B, C, ...)): Of the pictures or clips.
+    """
+    shape = (len(SIGMAS), *latents.shape)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(latents.device)
+    losses = []
+    for level, sigma in enumerate(SIGMAS):
+        sigmas = torch.full((len(latents),), sigma, device=latents.device)
+        prediction = predict(add_noise(latents, noise[level], sigmas), sigmas)
+        losses.append(flow_loss(prediction, flow_target(latents, noise[level]), sigmas))
+    return torch.stack(losses).mean().item()
 
 
 def load_lora(pipeline, lora):
     """Give a stock pipeline a LoRA, and no other.
 
     Args:
-        pipeline (`QwenImagePipeline`)
+        pipeline (`DiffusionPipeline`)
         lora (`pathlib.Path` or `dict[str, torch.Tensor]`): A LoRA file, or tensors under the names of such a file.
 
     Raises:
@@ -200,8 +191,7 @@ def load_lora(pipeline, lora):
         lora = safetensors.torch.load_file(lora)
     else:
         pipeline.load_lora_weights(lora)
-    expected = {key.removeprefix("transformer.").rpartition(".lora_A")[0] for key in lora if ".lora_A." in key}
-    if set(lora_layers(pipeline.transformer)) != expected:
+    if len(lora_layers(pipeline.transformer)) != sum(".lora_A." in key for key in lora):
         raise RuntimeError("diffusers did not attach every layer of the LoRA.")
 
 
@@ -211,50 +201,68 @@ def checkpoint_lora(checkpoint):
     return {name.replace(f".{ADAPTER_NAME}.", "."): tensor for name, tensor in tensors.items()}
 
 
-def loss_by_step(pipeline, run_dir, fixed_noise):
+def report_loss(output_dir, pipeline, run_dir, loss, what):
     """Measure the loss of the base, of each checkpoint, and of the exported LoRA, which `pipeline` has afterwards.
+
+    Args:
+        loss: Function without arguments to the loss (`float`) with the adapters that the pipeline has now.
+        what (`str`): Such as "5 photographs".
 
     Returns:
         `dict[int, float]`: Step -> loss.
     """
-    fixed = {0: fixed_noise.loss()}
+    print("[3/5] loss on fixed noise, in a stock diffusers pipeline, by training step")
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    fixed = {0: loss()}
     for step, checkpoint in list_checkpoints(run_dir).items():
         load_lora(pipeline, checkpoint_lora(checkpoint))
-        fixed[step] = fixed_noise.loss()
+        fixed[step] = loss()
     load_lora(pipeline, run_dir / LORA_FILE)
-    return fixed | {TRAINING["max_train_steps"]: fixed_noise.loss()}
-
-
-def sample(pipeline):
-    """Sample one picture for each caption with the stock pipeline and return the latents (B, C, H, W)."""
-    tokens = pipeline(
-        list(CAPTIONS.values()),
-        height=SIZE,
-        width=SIZE,
-        num_inference_steps=20,
-        true_cfg_scale=1.0,
-        generator=torch.Generator().manual_seed(1),
-        output_type="latent",
-    ).images
-    return family.unpack_latents(tokens, SIZE // 8, SIZE // 8)
+    fixed[metrics[-1]["step"]] = loss()
+    plot_loss(output_dir / "loss.png", fixed, metrics, what)
+    print("  " + ", ".join(f"{step}: {loss:.3f}" for step, loss in fixed.items()))
+    return fixed
 
 
 def distances(samples, latents):
-    """Return the mean squared distance of each sample to each photograph, (B, B), from latents (B, C, H, W)."""
+    """Return the mean squared distance of each sample to each picture or clip, (B, B), from latents (B, C, ...)."""
     return (samples[:, None] - latents[None]).square().flatten(2).mean(2)
 
 
 def count_nearest(table):
-    """Return how many samples are nearer to their own photograph than to the others, from `distances`."""
+    """Return how many samples are nearer to their own original than to the others, from `distances`."""
     return sum(row[index] == min(row) for index, row in enumerate(table))
+
+
+def report_distances(names, base_samples, samples, latents, what):
+    """Say how near samples (B, C, ...) are to the originals of their captions.
+
+    Args:
+        names (`list[str]`): Of the originals.
+        base_samples, samples, latents (`torch.Tensor` of shape (B, C, ...)): Sampled without and with the LoRA, and
+            of the originals.
+        what (`str`): Such as "photograph".
+
+    Returns:
+        `dict` with the results of `distances` as lists.
+    """
+    before, after = distances(base_samples, latents).tolist(), distances(samples, latents).tolist()
+    for index, name in enumerate(names):
+        print(f"  {name:18} to its {what} {before[index][index]:.2f} -> {after[index][index]:.2f}")
+    print(f"  nearest to their own {what}: {count_nearest(before)} -> {count_nearest(after)} of {len(names)}")
+    return {"distances_without_lora": before, "distances_with_lora": after}
 
 
 def fit_view(latents, pixel_values, ridge=0.05):
     """Fit a linear map that makes latents visible: 5x5 of them to the 8x8 pixels in their middle, by least squares.
 
+    In time a latent frame comes with its neighbours. The first stands for one frame of pixels and each later one for
+    four, hence two maps. A few small clips hold fewer patches than a map has inputs: it shows what is near the latents
+    that it was fitted on, and makes noise of anything else.
+
     Args:
-        latents (`torch.Tensor` of shape (B, C, H, W))
-        pixel_values (`torch.Tensor` of shape (B, 3, 8 * H, 8 * W)): The pictures they belong to, in [-1, 1].
+        latents (`torch.Tensor` of shape (B, C, F, H, W))
+        pixel_values (`torch.Tensor` of shape (B, 3, N, 8 * H, 8 * W)): What they belong to, in [-1, 1].
         ridge (`float`): Variance of the noise in latents that the map is to tolerate.
 
     Returns:
@@ -262,19 +270,33 @@ def fit_view(latents, pixel_values, ridge=0.05):
     """
 
     def neighbourhoods(latents):
-        padded = nn.functional.pad(latents, (2, 2, 2, 2), mode="reflect")
-        columns = nn.functional.unfold(padded, 5).transpose(1, 2)  # (B, H * W, 25 * C)
-        return torch.cat([columns, torch.ones_like(columns[..., :1])], dim=2)
+        padded = nn.functional.pad(latents.transpose(1, 2).flatten(0, 1), (2, 2, 2, 2), mode="reflect")
+        frames = nn.functional.unfold(padded, 5).transpose(1, 2)  # (B * F, H * W, 25 * C)
+        frames = frames.unflatten(0, (len(latents), -1))
+        parts = [frames[:, :2].transpose(1, 2).flatten(2).unsqueeze(1)]
+        if frames.shape[1] > 1:
+            parts.append(torch.cat([frames, frames[:, -1:]], dim=1).unfold(1, 3, 1).flatten(3))
+        return [torch.cat([part, torch.ones_like(part[..., :1])], dim=3) for part in parts]
 
-    inputs = neighbourhoods(latents).flatten(0, 1)
-    targets = nn.functional.pixel_unshuffle(pixel_values, 8).flatten(2).transpose(1, 2).flatten(0, 1)
-    penalty = torch.full((inputs.shape[1],), ridge * len(inputs), device=inputs.device)
-    penalty[-1] = 0  # the constant
-    weight = torch.linalg.solve(inputs.T @ inputs + penalty.diag(), inputs.T @ targets)
+    def patches(pixel_values):
+        frames = nn.functional.pixel_unshuffle(pixel_values.transpose(1, 2), 8).flatten(3)  # (B, N, 192, H * W)
+        parts = [frames[:, :1]]
+        if frames.shape[1] > 1:
+            parts.append(frames[:, 1:].unflatten(1, (-1, 4)).flatten(2, 3))
+        return [part.transpose(2, 3) for part in parts]
+
+    weights = []
+    for inputs, targets in zip(neighbourhoods(latents), patches(pixel_values), strict=True):
+        inputs, targets = inputs.flatten(0, 2), targets.flatten(0, 2)
+        penalty = torch.full((inputs.shape[1],), ridge * len(inputs), device=inputs.device)
+        penalty[-1] = 0  # the constant
+        weights.append(torch.linalg.solve(inputs.T @ inputs + penalty.diag(), inputs.T @ targets))
 
     def view(latents):
-        pixels = (neighbourhoods(latents) @ weight).transpose(1, 2).unflatten(2, latents.shape[-2:])
-        return nn.functional.pixel_shuffle(pixels, 8)
+        parts = [inputs @ weight for inputs, weight in zip(neighbourhoods(latents), weights, strict=True)]
+        parts = [part.transpose(2, 3).unflatten(2, (-1, 192)).flatten(1, 2) for part in parts]  # (B, N, 192, H * W)
+        frames = torch.cat(parts, dim=1).unflatten(3, latents.shape[-2:])
+        return nn.functional.pixel_shuffle(frames, 8).transpose(1, 2)
 
     return view
 
@@ -347,12 +369,16 @@ def measure_step(module, batch):
     return {"loss": loss.item(), "held_bytes": held_bytes, "peak_bytes": peak_bytes, "host_bytes": host_bytes}
 
 
-def memory_by_mode(model_dir, prompt_embeds):
+def memory_by_mode(transformer, module_class, shape, conditions, *, family, values, targets):
     """Measure one training step in each mode of the memory plan.
 
     Args:
-        model_dir (`pathlib.Path`): Its transformer is built with more blocks.
-        prompt_embeds (`torch.Tensor` of shape (1, L, J))
+        transformer (`nn.Module`): One like it is built, with more blocks.
+        module_class (`type`): The family's training module.
+        shape (`tuple[int, ...]`): Of the latents, (1, C, ...).
+        conditions (`dict`): What else a batch of one sample holds.
+        family (module), values (`dict`): Of `pipelines`, and for `parse_args`.
+        targets (`list[str]`): What a LoRA of the family adapts by default.
 
     Returns:
         `dict[str, dict]`: Mode -> what `measure_step` returns.
@@ -360,28 +386,25 @@ def memory_by_mode(model_dir, prompt_embeds):
     Raises:
         RuntimeError: The modes do not agree on the loss.
     """
-    device = prompt_embeds.device
-    flags = ["--pretrained_model_name_or_path", str(model_dir), "--dataset_path", "none", "--output_dir", "none"]
+    flags = ["--pretrained_model_name_or_path", "none", "--dataset_path", "none", "--output_dir", "none"]
     flags += ["--lora_rank", str(MEMORY_LORA_RANK)]
-    args = parse_args(flags, description=None, values=FAMILY)
-    config = QwenImageTransformer2DModel.load_config(model_dir, subfolder="transformer")
+    device = transformer.device
     torch.manual_seed(0)
-    transformer = QwenImageTransformer2DModel.from_config(config, num_layers=MEMORY_NUM_LAYERS).to(device).train()
-    never_trained = family.never_trained_modules(transformer)
-    add_lora(transformer, find_lora_targets(transformer, args.lora_target_modules, never_trained=never_trained), args)
-    shape = (1, config["out_channels"], MEMORY_SIZE // 8, MEMORY_SIZE // 8)
+    transformer = type(transformer).from_config(transformer.config, num_layers=MEMORY_NUM_LAYERS).to(device).train()
+    targets = find_lora_targets(transformer, targets, never_trained=family.never_trained_modules(transformer))
+    add_lora(transformer, targets, parse_args(flags, description=None, values=values, resolve=False))
     batch = {
         "latents": torch.randn(shape, device=device),
         "noise": torch.randn(shape, device=device),
         "sigmas": torch.tensor([0.5], device=device),
-        "prompt_embeds": prompt_embeds,
-        "prompt_embeds_mask": None,
+        **conditions,
     }
+    block_lists = family.block_lists(transformer)
     measured = {}
     for mode, switches in MODES.items():
-        args = parse_args([*flags, *switches], description=None, values=FAMILY)
-        plan = MemoryPlan.from_args(args, {"transformer_blocks": MEMORY_NUM_LAYERS})
-        module = QwenImageTrainingModule(transformer, **plan.arguments("transformer_blocks"))
+        args = parse_args([*flags, *switches], description=None, values=values, resolve=False)
+        plan = MemoryPlan.from_args(args, block_lists)
+        module = module_class(transformer, **plan.arguments(*block_lists))
         if not measured:
             measure_step(module, batch)  # what is allocated once and kept, such as workspaces of matrix products
         measured[mode] = measure_step(module, batch)
@@ -390,15 +413,32 @@ def memory_by_mode(model_dir, prompt_embeds):
     return measured
 
 
+def report_memory(output_dir, size, **parts):
+    """Measure with the arguments `parts` of `memory_by_mode`, draw and print; `size` (`str`) is in the titles.
+
+    Returns:
+        What `memory_by_mode` returns.
+    """
+    print(f"[5/5] memory of one step above the weights, {MEMORY_NUM_LAYERS} blocks at {size}, MiB")
+    measured = memory_by_mode(**parts)
+    plot_memory(output_dir / "memory.png", measured, size)
+    print(f"  {'':26}{'peak':>8}{'between forward and backward':>32}{'in host memory':>18}      loss")
+    for mode, step in measured.items():
+        peak, held, host = (step[key] / 2**20 for key in ("peak_bytes", "held_bytes", "host_bytes"))
+        print(f"  {mode:26}{peak:8.1f}{held:32.1f}{host:18.1f}  {step['loss']:.6f}")
+    return measured
+
+
 # ---------------------------------------------------------------- pictures
 
 
-def plot_loss(path, fixed, metrics):
+def plot_loss(path, fixed, metrics, what):
     """Draw the loss on fixed noise over the steps, and behind it the loss of each training step.
 
     Args:
         fixed (`dict[int, float]`): Step -> loss.
         metrics (`list[dict]`): The lines of metrics.jsonl.
+        what (`str`): Such as "5 photographs".
     """
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(
@@ -412,17 +452,18 @@ def plot_loss(path, fixed, metrics):
     for step in (min(fixed), max(fixed)):
         axes.annotate(f"{fixed[step]:.2f}", (step, fixed[step]), xytext=(6, 6), textcoords="offset points")
     axes.set(xlabel="optimizer step", ylabel="mean squared error of the flow", ylim=(0, 1.1 * max(fixed.values())))
-    figure.suptitle(f"{len(CAPTIONS)} photographs at {len(SIGMAS)} noise levels, through the stock transformer")
+    figure.suptitle(f"{what} at {len(SIGMAS)} noise levels, through the stock transformer")
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def plot_memory(path, measured, device):
-    """Draw the bytes of `memory_by_mode`."""
+def plot_memory(path, measured, size):
+    """Draw the bytes of `memory_by_mode`; `size` (`str`) is in the title."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
     parts = {
-        "peak_bytes": f"peak on the device ({device.type})",
+        "peak_bytes": f"peak on the device ({device})",
         "held_bytes": "of it held between forward and backward",
         "host_bytes": "parked in host memory",
     }
@@ -434,113 +475,37 @@ def plot_memory(path, measured, device):
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.set_xlabel("MiB")
-    size = f"{MEMORY_NUM_LAYERS} blocks, {MEMORY_SIZE}x{MEMORY_SIZE} pixels"
-    figure.suptitle(f"One training step, {size}, weights not counted")
+    figure.suptitle(f"One training step, {MEMORY_NUM_LAYERS} blocks at {size}, weights not counted")
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def save_sheet(path, rows):
-    """Save pictures as a sheet with a caption above each column and a label above each row.
+def draw_sheet(captions, rows, scale=2):
+    """Draw pictures as a sheet with a caption above each column and a label above each row.
 
     Args:
-        rows (`dict[str, torch.Tensor]`): Label -> pictures (B, 3, height, width) in [-1, 1].
+        captions (`list[str]`)
+        rows (`dict[str, torch.Tensor]`): Label -> frames (B, 3, N, height, width) in [-1, 1], drawn side by side.
+        scale (`int`): By which pictures are enlarged.
+
+    Returns:
+        `PIL.Image.Image`.
     """
-    size, gap, label_height = 2 * SIZE, 6, 22
-    width = gap + len(CAPTIONS) * (size + gap)
-    sheet = Image.new("RGB", (width, label_height + len(rows) * (label_height + size + gap)), "white")
+    _, _, num_frames, height, width = next(iter(rows.values())).shape
+    tile_size = (scale * num_frames * width, scale * height)
+    gap, label_height = 6, 22
+    column_width, row_height = tile_size[0] + gap, label_height + tile_size[1] + gap
+    size = (gap + len(captions) * column_width, label_height + len(rows) * row_height)
+    sheet = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(sheet)
-    for column, caption in enumerate(CAPTIONS.values()):
-        draw.text((gap + column * (size + gap), 5), caption, fill="black", font_size=12)
-    for row, (label, pictures) in enumerate(rows.items()):
-        top = label_height + row * (label_height + size + gap)
+    for column, caption in enumerate(captions):
+        draw.text((gap + column * column_width, 5), caption, fill="black", font_size=12)
+    for row, (label, media) in enumerate(rows.items()):
+        top = label_height + row * row_height
         draw.text((gap, top + 4), label, fill="gray", font_size=14)
-        pixels = ((pictures.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-        for column, picture in enumerate(pixels):
-            tile = Image.fromarray(picture).resize((size, size), Image.Resampling.NEAREST)
-            sheet.paste(tile, (gap + column * (size + gap), top + label_height))
-    sheet.save(path)
-
-
-# ---------------------------------------------------------------- the demo
-
-
-def find_output_dir():
-    """Read the command line and return the folder for everything; exits with code 2 on a bad flag or folder."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument(
-        "--output_dir",
-        type=pathlib.Path,
-        default=DEFAULT_OUTPUT_DIR,
-        help="folder for everything, new or empty. Default: outputs/demo, which is emptied first",
-    )
-    output_dir = parser.parse_args().output_dir
-    if output_dir == DEFAULT_OUTPUT_DIR:
-        shutil.rmtree(output_dir, ignore_errors=True)
-    elif output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        parser.error(f"--output_dir {output_dir} is not an empty folder.")
-    return output_dir
-
-
-def main():
-    """Run all stages."""
-    output_dir = find_output_dir()
-    transformers.utils.logging.disable_progress_bar()
-    diffusers.utils.logging.disable_progress_bar()
-    photos, model_dir, run_dir = train(output_dir)
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pipeline = DiffusionPipeline.from_pretrained(model_dir).to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    pictures = [cover_and_crop(open_image(photos / f"{name}.png"), SIZE, SIZE) for name in CAPTIONS]
-    pixel_values = torch.stack([to_tensor(picture) for picture in pictures]).to(device)  # (B, 3, 8 * H, 8 * W)
-    latents = torch.stack([family.encode_image(pipeline.vae, picture)["latents"] for picture in pixel_values])
-    with torch.no_grad():
-        prompt_embeds, prompt_embeds_mask = pipeline.encode_prompt(list(CAPTIONS.values()))  # (B, L, J), (B, L)
-    base_samples = sample(pipeline)
-
-    print("[3/5] loss on fixed noise, in a stock diffusers pipeline, by training step")
-    fixed = loss_by_step(
-        pipeline, run_dir, FixedNoise(pipeline.transformer, latents, prompt_embeds, prompt_embeds_mask)
-    )
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    plot_loss(output_dir / "loss.png", fixed, metrics)
-    print("  " + ", ".join(f"{step}: {loss:.3f}" for step, loss in fixed.items()))
-
-    print("[4/5] samples of that pipeline, from noise that training never saw; distances of latents")
-    samples = sample(pipeline)
-    view = fit_view(latents, pixel_values)
-    rows = {
-        "the photographs": pixel_values,
-        "their latents, made visible by a linear map": view(latents),
-        "sampled without the LoRA, through the same map": view(base_samples),
-        "sampled with the LoRA, through the same map": view(samples),
-    }
-    save_sheet(output_dir / "samples.png", rows)
-    before, after = distances(base_samples, latents).tolist(), distances(samples, latents).tolist()
-    for index, name in enumerate(CAPTIONS):
-        print(f"  {name:18} to its photograph {before[index][index]:.2f} -> {after[index][index]:.2f}")
-    print(f"  nearest to their own photograph: {count_nearest(before)} -> {count_nearest(after)} of {len(CAPTIONS)}")
-
-    print(
-        f"[5/5] memory of one step above the weights, {MEMORY_NUM_LAYERS} blocks at {MEMORY_SIZE}x{MEMORY_SIZE}, MiB"
-    )
-    measured = memory_by_mode(model_dir, prompt_embeds[:1])
-    plot_memory(output_dir / "memory.png", measured, device)
-    print(f"  {'':26}{'peak':>8}{'between forward and backward':>32}{'in host memory':>18}      loss")
-    for mode, step in measured.items():
-        peak, held, host = (step[key] / 2**20 for key in ("peak_bytes", "held_bytes", "host_bytes"))
-        print(f"  {mode:26}{peak:8.1f}{held:32.1f}{host:18.1f}  {step['loss']:.6f}")
-
-    results = {"device": device.type, "loss_on_fixed_noise": fixed, "memory": measured}
-    results |= {"distances_without_lora": before, "distances_with_lora": after}
-    (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    first, *_, last = fixed.values()
-    if last >= first:
-        sys.exit(f"error: the loss on fixed noise did not fall: {first:.3f} before, {last:.3f} after.")
-    print(f"loss.png, samples.png, memory.png, the LoRA (run/) and all else are in {output_dir.resolve()}")
-
-
-if __name__ == "__main__":
-    main()
+        pixels = ((media.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 3, 2, 4, 1).flatten(2, 3).cpu().numpy()
+        for column, picture in enumerate(pixels):  # (height, N * width, 3)
+            tile = Image.fromarray(picture).resize(tile_size, Image.Resampling.NEAREST)
+            sheet.paste(tile, (gap + column * column_width, top + label_height))
+    return sheet

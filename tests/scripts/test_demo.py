@@ -1,14 +1,21 @@
-"""scripts/demo.sh end to end, and the parts of scripts/demo.py on which its numbers and pictures rest."""
+"""scripts/demo.sh end to end, and the parts of the demos on which their numbers and pictures rest."""
 
+import importlib
 import json
 import logging
 import os
 import pathlib
 import subprocess
 
+import av
 import pytest
 import torch
 from PIL import Image
+from skimage import data
+
+from training.data.images import to_tensor
+from training.data.metadata import read_rows
+from training.data.videos import VIDEO_SUFFIXES, inspect_clips, read_clip
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -20,12 +27,20 @@ def run_demo(*arguments):
     )
 
 
+def load(name):
+    module = importlib.import_module(f"scripts.{name}")
+    logging.disable(logging.NOTSET)  # the demos keep their screen clean; other tests look at warnings
+    return module
+
+
 @pytest.fixture(scope="module")
 def demo():
-    import scripts.demo
+    return load("demo")
 
-    logging.disable(logging.NOTSET)  # the demo keeps its screen clean; other tests look at warnings
-    return scripts.demo
+
+@pytest.fixture(scope="module")
+def wan_video():
+    return load("demo_wan_video")
 
 
 @pytest.mark.parametrize("family", ["wan", "", "--output_dir", "../x"])
@@ -33,14 +48,15 @@ def test_an_unknown_family_is_refused_by_name(family):
     result = run_demo(family)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr == f"error: there is no demo for '{family}'; allowed is qwen_image.\n"
+    assert result.stderr == f"error: there is no demo for '{family}'; allowed are qwen_image and wan_video.\n"
 
 
-def test_a_folder_with_files_in_it_is_refused(demo, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("family", ["qwen_image", "wan_video"])
+def test_a_folder_with_files_in_it_is_refused(family, monkeypatch, tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
     monkeypatch.setattr("sys.argv", ["demo", "--output_dir", str(tmp_path)])
     with pytest.raises(SystemExit) as stop:
-        demo.main()
+        load(f"demo_{family}").main()
     assert stop.value.code == 2
     assert "is not an empty folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
@@ -73,14 +89,98 @@ def test_live_bytes_counts_what_is_alive(demo):
 
 def test_the_view_finds_a_linear_map(demo):
     generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(5, 16, 12, 12, generator=generator)
+    latents = torch.randn(5, 16, 1, 12, 12, generator=generator)
     # The brightness of a picture's 8x8 pixels is one channel of the latent below them, its colour another one.
     grey, red = latents[:, 3:4], latents[:, 7:8]
-    pictures = torch.cat([grey + red, grey, grey + 0.5], dim=1).repeat_interleave(8, 2).repeat_interleave(8, 3)
+    pictures = torch.cat([grey + red, grey, grey + 0.5], dim=1).repeat_interleave(8, 3).repeat_interleave(8, 4)
     view = demo.fit_view(latents, pictures, ridge=1e-6)
     torch.testing.assert_close(view(latents), pictures, atol=1e-3, rtol=0)
     # And pictures are nothing that the map itself contains.
-    assert (view(torch.zeros_like(latents)) - torch.tensor([0, 0, 0.5]).view(3, 1, 1)).abs().max() < 1e-2
+    assert (view(torch.zeros_like(latents)) - torch.tensor([0, 0, 0.5]).view(3, 1, 1, 1)).abs().max() < 1e-2
+
+
+def test_the_view_finds_a_linear_map_of_clips(demo):
+    def clips_of(latents):
+        """Let brightness go over from one latent frame to the next in the four frames that the latter stands for."""
+        grey = latents[:, 3:4]
+        frames = [grey[:, :, 0]]
+        for k in range(1, grey.shape[2]):
+            frames += [torch.lerp(grey[:, :, k - 1], grey[:, :, k], share) for share in (0.25, 0.5, 0.75, 1)]
+        clips = torch.stack(frames, dim=2)  # (B, 1, N, H, W)
+        return torch.cat([clips, clips, clips + 0.5], dim=1).repeat_interleave(8, 3).repeat_interleave(8, 4)
+
+    generator = torch.Generator().manual_seed(0)
+    latents, unseen = torch.randn(2, 8, 16, 4, 12, 12, generator=generator)
+    view = demo.fit_view(latents, clips_of(latents), ridge=1e-6)
+    torch.testing.assert_close(view(unseen), clips_of(unseen), atol=1e-3, rtol=0)
+
+
+def test_loss_on_fixed_noise_is_fixed_and_zero_for_the_flow_itself(demo):
+    latents = torch.randn(2, 16, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+
+    def exact(noisy, sigmas):
+        sigmas = sigmas.view(-1, 1, 1, 1, 1)
+        return (noisy - (1 - sigmas) * latents) / sigmas - latents
+
+    assert demo.fixed_noise_loss(exact, latents) < 1e-10
+    losses = {demo.fixed_noise_loss(lambda noisy, sigmas: torch.zeros_like(noisy), latents) for _ in range(2)}
+    assert len(losses) == 1 and losses.pop() == pytest.approx(2, rel=0.1)  # the variances of noise and latents
+
+
+def test_a_loss_that_did_not_fall_ends_the_demo_with_one_sentence(demo, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        demo.finish(tmp_path, {"loss_on_fixed_noise": {0: 1.5, 100: 1.0, 200: 1.5}}, "loss.png")
+    assert stop.value.code == "error: the loss on fixed noise did not fall: 1.500 before, 1.500 after."
+    assert json.loads((tmp_path / "results.json").read_text())["loss_on_fixed_noise"]["200"] == 1.5
+    demo.finish(tmp_path, {"loss_on_fixed_noise": {0: 1.5, 100: 1.0}}, "loss.png")
+    assert capsys.readouterr().out.startswith("loss.png")
+
+
+def test_a_sheet_has_every_frame_in_its_place(demo):
+    values = torch.linspace(-1, 1, 2 * 2 * 3).view(2, 2, 3)  # rows, columns, frames
+    rows = {str(row): values[row].view(2, 1, 3, 1, 1).expand(2, 3, 3, 8, 10) for row in range(2)}
+    sheet = demo.draw_sheet(["one", "two"], rows, scale=2)
+    for row in range(2):
+        for column in range(2):
+            for frame in range(3):
+                middle = (6 + column * 66 + frame * 20 + 10, 44 + row * 44 + 8)
+                grey = round(255 * (values[row, column, frame].item() + 1) / 2)
+                assert sheet.getpixel(middle) == (grey, grey, grey)
+
+
+def test_the_clips_are_used_whole_and_as_the_photographs_are(wan_video, tmp_path):
+    """Compared with the photographs themselves, cropped by Pillow where the window is a whole number of pixels."""
+    wan_video.write_clips(tmp_path / "clips")
+    rows = read_rows(tmp_path / "clips", media_suffixes=VIDEO_SUFFIXES)
+    assert {row.id: row.caption.strip() for row in rows} == {
+        f"{name}.mp4": caption for name, caption in wan_video.CAPTIONS.items()
+    }
+    sizes = {"height": 64, "width": 64, "max_pixels": None, "divisor": 16}
+    records = inspect_clips(rows, **sizes, num_frames=81, fps=16, clip_part="start", seed=0)
+    for row, record, windows in zip(rows, records, wan_video.WINDOWS.values(), strict=True):
+        assert record["decision"] == "used" and record["reason"] is None
+        assert record["used"] == {"size": [64, 64], "frames": 13, "fps": 16, "source_frames": list(range(13))}
+        clip = read_clip(row, record)
+        photograph = Image.fromarray(getattr(data, row.id.removesuffix(".mp4"))())
+        for frame, (left, top, side) in ((0, windows[0]), (12, windows[1])):
+            box = (left, top, left + side, top + side)
+            assert box[2] <= photograph.width and box[3] <= photograph.height
+            picture = photograph.crop(box).resize((64, 64), Image.Resampling.LANCZOS)
+            # Compression costs up to 2.7 levels of 255, a wrong matrix 5.6 of the coffee's, a wrong range 5 and more.
+            assert (clip[:, frame] - to_tensor(picture)).abs().mean() < 4 / 127.5
+
+
+def test_samples_play_there_and_back(wan_video, monkeypatch, tmp_path):
+    monkeypatch.setattr(wan_video, "NUM_FRAMES", 5)
+    clips = torch.linspace(-1, 1, 5).view(1, 1, 5, 1, 1).expand(3, 3, 5, 16, 16)
+    wan_video.save_samples(tmp_path, {"the clips": clips, "sampled": -clips})
+    with av.open(str(tmp_path / "samples.mp4")) as container:
+        assert container.streams.video[0].average_rate == 16
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    greys = [round(2 * (frame[60, 30].mean() / 127.5 - 1)) for frame in frames]
+    assert greys == 3 * [-2, -1, 0, 1, 2, 1, 0, -1]
+    with Image.open(tmp_path / "samples.png") as sheet:
+        assert sheet.width == 6 + 3 * (2 * 2 * 16 + 6)  # frames 0 and 4 of three clips
 
 
 def test_nearest_is_counted_by_row(demo):
@@ -90,27 +190,37 @@ def test_nearest_is_counted_by_row(demo):
 
 
 @pytest.mark.slow
-def test_the_whole_demo(tmp_path):
+@pytest.mark.parametrize(
+    # The input of each block but the last moves from the device to the host: 48x48 tokens of 128 fp32 numbers, and
+    # 4x20x20 of 256.
+    ("family", "media", "num_items", "num_steps", "num_parked_numbers"),
+    [
+        ("qwen_image", "photos/*.png", 5, 800, 11 * 48 * 48 * 128),
+        ("wan_video", "clips/*.mp4", 3, 700, 11 * 4 * 20 * 20 * 256),
+    ],
+)
+def test_the_whole_demo(family, media, num_items, num_steps, num_parked_numbers, tmp_path):
     folder = tmp_path / "demo"
-    result = run_demo("qwen_image", "--output_dir", folder)
+    result = run_demo(family, "--output_dir", folder)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert str(folder) in lines[-1]
     assert len(lines) < 30
     results = json.loads((folder / "results.json").read_text())
 
-    photos = sorted((folder / "photos").glob("*.png"))
-    assert len(photos) == 5 and all(photo.with_suffix(".txt").read_text().strip() for photo in photos)
+    items = sorted(folder.glob(media))
+    assert len(items) == num_items and all(item.with_suffix(".txt").read_text().strip() for item in items)
     used = [json.loads(line) for line in (folder / "run" / "dataset.jsonl").read_text().splitlines()]
-    assert [record["id"] for record in used] == [photo.name for photo in photos]
+    assert [record["id"] for record in used] == [item.name for item in items]
     assert (folder / "run" / "pytorch_lora_weights.safetensors").is_file()
 
+    assert list(results["loss_on_fixed_noise"]) == [str(step) for step in range(0, num_steps + 1, 100)]
     losses = list(results["loss_on_fixed_noise"].values())
-    assert len(losses) == 9 and losses == sorted(losses, reverse=True)
+    assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.1 * losses[0]
     assert f"{losses[0]:.3f}" in result.stdout and f"{losses[-1]:.3f}" in result.stdout
 
-    for index in range(5):
+    for index in range(num_items):
         assert results["distances_with_lora"][index][index] < 0.1 * results["distances_without_lora"][index][index]
         assert results["distances_with_lora"][index][index] == min(results["distances_with_lora"][index])
 
@@ -118,11 +228,11 @@ def test_the_whole_demo(tmp_path):
     assert keep["loss"] == recompute["loss"] == parked["loss"]
     assert keep["peak_bytes"] > 3 * recompute["peak_bytes"] > 3 * parked["peak_bytes"]
     assert keep["host_bytes"] == recompute["host_bytes"] == 0
-    # The input of each block but the last, 48x48 tokens of 128 fp32 numbers, moves from the device to the host.
-    assert parked["host_bytes"] == 11 * 48 * 48 * 128 * 4
+    assert parked["host_bytes"] == 4 * num_parked_numbers
     if results["device"] == "cpu":
         assert recompute["held_bytes"] - parked["held_bytes"] == parked["host_bytes"]
 
     for name in ("loss.png", "samples.png", "memory.png"):
         with Image.open(folder / name) as picture:
             assert len(picture.convert("RGB").getcolors(1 << 24)) > 20, f"{name} shows nothing"
+    assert (folder / "samples.mp4").is_file() == (family == "wan_video")
