@@ -133,13 +133,18 @@ def main(args):
     sizes = [record["used"]["size"] for _, record in items]
     laws = [sigma_law(args, pipeline.sigma_shift(scheduler, height, width)) for width, height in sizes]
     batches, last_step = plan_batches(
-        args, [record for _, record in items], accelerator.num_processes, resumed=resumed
+        args,
+        [record for _, record in items],
+        accelerator.num_processes,
+        resumed=resumed,
+        model=pipeline.describe(skeleton),
     )
+    with refuse_unreadable_model(args):
+        pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path)
     make_output_dir(output_dir)
 
     # ---- the encoders, each used once and let go
     with refuse_unreadable_model(args):
-        pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path)
         prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
         vae = pipeline.load_vae(model, device="cpu", **hub)
     captions = [row.caption for row, _ in items] + [DROPPED_CAPTION] * (args.caption_dropout > 0)

@@ -132,7 +132,10 @@ def main(args):
     values = {"experts": variant.experts, "lora_target_modules": ",".join(pipeline.default_lora_targets(skeleton))}
     resolve_for_model(args, dataclasses.asdict(variant) | values)
     task = args.task or variant.tasks[0]
+    if args.num_frames < pipeline.min_frames(task):
+        raise RefusedError(f"--num_frames is {args.num_frames}; with a frame given ({task}) at least 5 are needed.")
     experts = variant.experts if args.expert == "both" else (args.expert,)
+    places = {expert: pipeline.transformer_subfolder(expert) for expert in experts}
     optimizer_class, optimizer_arguments = find_optimizer(args)
     checkpoint, resumed = find_checkpoint(args)
     never_trained = pipeline.never_trained_modules(skeleton)
@@ -178,6 +181,7 @@ def main(args):
         [record for _, record in items],
         accelerator.num_processes,
         resumed=resumed,
+        model=pipeline.describe(skeleton) | dataclasses.asdict(variant),
         num_stages=len(experts),
     )
     for stage, expert in enumerate(experts):
@@ -186,13 +190,13 @@ def main(args):
                 f"--resume_from_checkpoint: the checkpoint is of a later expert, and {output_dir} does not have the "
                 f"LoRA of {expert}; resume in the --output_dir of that run."
             )
+    with refuse_unreadable_model(args):
+        for subfolder in places.values():
+            pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path, subfolder=subfolder)
     make_output_dir(output_dir)
 
     # ---- the encoders, each used once and let go
     with refuse_unreadable_model(args):
-        for expert in experts:
-            subfolder = pipeline.transformer_subfolder(expert)
-            pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path, subfolder=subfolder)
         prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
         clip_encoder = pipeline.load_clip_encoder(model, device="cpu", **hub)
     captions = [row.caption for row, _ in items] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
@@ -220,10 +224,9 @@ def main(args):
         )
 
         # ---- the transformer
-        subfolder = pipeline.transformer_subfolder(expert)
         with refuse_unreadable_model(args):
             transformer = pipeline.load_transformer(
-                model, dtype=dtype, transformer_path=args.transformer_path, subfolder=subfolder, **hub
+                model, dtype=dtype, transformer_path=args.transformer_path, subfolder=places[expert], **hub
             )
         if args.training_mode == "lora":
             add_lora(transformer, targets, args)
@@ -267,7 +270,7 @@ def main(args):
                 prefix="transformer",
                 export_name=pipeline.lora_export_name,
                 expert=expert,
-                subfolder=subfolder,
+                places=places,
                 further_info={"sigma_range": "{} to {}".format(*variant.sigma_range(expert))},
             )
             run.finish()

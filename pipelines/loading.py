@@ -7,13 +7,28 @@ The first argument of each function is the class of the transformer or scheduler
 import glob
 import os
 
+import safetensors.torch
+import torch
 from accelerate import init_empty_weights
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from safetensors import SafetensorError, safe_open
 
 
+# What the rest of a pipeline prepares for its transformer: one that replaces it must be fed the same.
+_INTERFACE = ("patch_size", "in_channels", "out_channels", "text_dim", "joint_attention_dim", "image_dim")
+_INTERFACE += ("pos_embed_seq_len",)
+
+
 def _is_single_file(transformer_path):
-    return transformer_path is not None and transformer_path.endswith(".safetensors")
+    return transformer_path is not None and transformer_path.lower().endswith(".safetensors")
+
+
+def _diffusers_names(transformer, names):
+    """Return `{name in a single file: name in diffusers}`, from the authors' layout or from diffusers' own."""
+    if set(transformer.state_dict()) <= set(names):
+        return {name: name for name in names}
+    rename = SINGLE_FILE_LOADABLE_CLASSES[type(transformer).__name__]["checkpoint_mapping_fn"]
+    return {original: name for name, original in rename({name: name for name in names}).items()}
 
 
 def load_transformer(
@@ -23,18 +38,29 @@ def load_transformer(
 
     Args:
         transformer_path (`str`, *optional*):
-            A `transformer/` folder, or one safetensors file in the layout of the model's authors, that replaces the
-            one of the pipeline.
+            A `transformer/` folder, or one safetensors file in the layout of the model's authors or of diffusers,
+            that replaces the one of the pipeline.
         subfolder (`str`): Where the pipeline has it.
     """
     if transformer_path is None:
         return model_class.from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, dtype=dtype, **hub)
-    if _is_single_file(transformer_path):
-        # Such a file has no config; that of the pipeline says how large the model is.
-        return model_class.from_single_file(
-            transformer_path, config=pretrained_model_name_or_path, subfolder=subfolder, dtype=dtype
-        )
-    return model_class.from_pretrained(transformer_path, dtype=dtype)
+    if not _is_single_file(transformer_path):
+        return model_class.from_pretrained(transformer_path, dtype=dtype)
+    # Not by `from_single_file`, which in bf16 rounds what `from_pretrained` keeps in fp32. Such a file has no config;
+    # that of the pipeline says how large the model is.
+    transformer = load_transformer_skeleton(
+        model_class, pretrained_model_name_or_path, transformer_path=transformer_path, subfolder=subfolder, **hub
+    )
+    tensors = safetensors.torch.load_file(transformer_path)
+    names = _diffusers_names(transformer, tensors)
+    in_fp32 = set(model_class._keep_in_fp32_modules or ())
+    state_dict = {
+        name: tensors[original].to(torch.float32 if in_fp32 & set(name.split(".")) else dtype)
+        for original, name in names.items()
+    }
+    expected = transformer.state_dict()
+    transformer.load_state_dict({name: state_dict[name] for name in expected}, assign=True)
+    return transformer.eval()
 
 
 def load_transformer_skeleton(
@@ -44,20 +70,30 @@ def load_transformer_skeleton(
 
     Raises:
         OSError: There is no such folder or file.
-        ValueError: The config is that of another class.
+        ValueError: The config is that of another class, or of a model with other inputs than that of the pipeline.
     """
     hub.pop("variant", None)  # names weights, not configs
-    if transformer_path is None or _is_single_file(transformer_path):
-        if transformer_path is not None and not os.path.isfile(transformer_path):
-            raise OSError(f"there is no file {transformer_path}")
-        config = model_class.load_config(pretrained_model_name_or_path, subfolder=subfolder, **hub)
-    else:
+    if _is_single_file(transformer_path) and not os.path.isfile(transformer_path):
+        raise OSError(f"there is no file {transformer_path}")
+    config = of_pipeline = model_class.load_config(pretrained_model_name_or_path, subfolder=subfolder, **hub)
+    if transformer_path is not None and not _is_single_file(transformer_path):
         config = model_class.load_config(transformer_path)
+        for key in _INTERFACE:
+            if config.get(key) != of_pipeline.get(key):
+                raise ValueError(
+                    f"the transformer in {transformer_path} has {key} {config.get(key)}, and that of the pipeline, "
+                    f"which it is to replace, {of_pipeline.get(key)}"
+                )
     name = config.get("_class_name", model_class.__name__)
     if name != model_class.__name__:
         raise ValueError(f"its transformer is a {name}; allowed is {model_class.__name__}")
     with init_empty_weights():
         return model_class.from_config(config)
+
+
+def describe(transformer):
+    """Return the config of a transformer as a `dict` of what makes it this model, without where it came from."""
+    return {key: value for key, value in transformer.config.items() if not key.startswith("_")}
 
 
 def check_weights(skeleton, pretrained_model_name_or_path, *, transformer_path=None, subfolder="transformer"):
@@ -68,7 +104,7 @@ def check_weights(skeleton, pretrained_model_name_or_path, *, transformer_path=N
 
     Raises:
         OSError: There is no such file.
-        ValueError: Tensors are missing, and would be trained from random values.
+        ValueError: Tensors are missing, and would be trained from random values, or have another shape.
     """
     if transformer_path is None and not os.path.isdir(pretrained_model_name_or_path):
         return  # on the hub, whose files come with an index of their own
@@ -76,25 +112,27 @@ def check_weights(skeleton, pretrained_model_name_or_path, *, transformer_path=N
     files = [path] if os.path.isfile(path) else sorted(glob.glob(os.path.join(path, "*.safetensors")))
     if not files:
         raise OSError(f"there is no safetensors file in {path}")
-    names = set()
+    shapes = {}
     for file in files:
         try:
             with safe_open(file, "pt") as content:
-                names.update(content.keys())
+                shapes |= {name: tuple(content.get_slice(name).get_shape()) for name in content.keys()}
         except SafetensorError as error:
             raise ValueError(f"{file} is not a safetensors file ({error})") from None
-    held = len(names)
+    held, example = len(shapes), min(shapes, default="none")
     if _is_single_file(transformer_path):
-        # Named as diffusers will name them when it loads the file.
-        rename = SINGLE_FILE_LOADABLE_CLASSES[type(skeleton).__name__]["checkpoint_mapping_fn"]
-        names = set(rename(dict.fromkeys(names)))
-    expected = skeleton.state_dict()
-    missing = [name for name in expected if name not in names]
+        names = _diffusers_names(skeleton, shapes)
+        shapes = {names[original]: shape for original, shape in shapes.items() if original in names}
+    expected = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+    missing = [name for name in expected if name not in shapes]
     if missing:
         raise ValueError(
-            f"{path} lacks {len(missing)} of {len(expected)} tensors, such as {missing[0]}; it holds {held}, "
-            f"such as {min(names, default='none')}"
+            f"{path} lacks {len(missing)} of {len(expected)} tensors, such as {missing[0]}; it holds {held}, such as "
+            f"{example}"
         )
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise ValueError(f"in {path} {name} has the shape {shapes[name]}, and the model has {shape}")
 
 
 def load_scheduler(scheduler_class, pretrained_model_name_or_path, **hub):

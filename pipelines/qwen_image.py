@@ -50,6 +50,7 @@ load_transformer = functools.partial(loading.load_transformer, QwenImageTransfor
 load_transformer_skeleton = functools.partial(loading.load_transformer_skeleton, QwenImageTransformer2DModel)
 load_scheduler = functools.partial(loading.load_scheduler, FlowMatchEulerDiscreteScheduler)
 check_weights = loading.check_weights
+describe = loading.describe
 
 
 def never_trained_modules(transformer):

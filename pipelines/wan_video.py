@@ -130,6 +130,7 @@ def never_trained_modules(transformer):
 load_transformer = functools.partial(loading.load_transformer, WanTransformer3DModel)
 load_transformer_skeleton = functools.partial(loading.load_transformer_skeleton, WanTransformer3DModel)
 check_weights = loading.check_weights
+describe = loading.describe
 
 
 def load_prompt_encoder(pretrained_model_name_or_path, *, device, dtype=torch.bfloat16, **hub):

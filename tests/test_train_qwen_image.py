@@ -140,6 +140,19 @@ def test_resume_with_other_settings_is_refused(flags, said, lora_run, train):
     assert done.returncode == 2 and all(text in done.stderr for text in said), done.stderr
 
 
+@pytest.mark.parametrize(
+    "file, content", [("training_state.json", "{"), ("trainable.safetensors", "cut"), ("trainable.safetensors", None)]
+)
+def test_damaged_checkpoint_is_refused(file, content, lora_run, train, tmp_path):
+    checkpoint = tmp_path / "checkpoint-2"
+    shutil.copytree(lora_run / "checkpoint-2", checkpoint)
+    (checkpoint / file).unlink()
+    if content is not None:
+        (checkpoint / file).write_text(content)
+    done = train(*LORA, "--resume_from_checkpoint", checkpoint, check=False)
+    assert done.returncode == 2 and f"{checkpoint} is damaged" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_new_run_does_not_mix_with_old_checkpoints(lora_run, train):
     before = {path: path.stat().st_mtime_ns for path in lora_run.rglob("*")}
     done = train(*LORA, output_dir=lora_run, check=False)

@@ -169,6 +169,51 @@ def test_run_json_and_dataset(lora_run, clips):
     assert "expert" not in metrics(lora_run("t2v"))[0]
 
 
+@pytest.mark.parametrize("name", ["i2v", "ti2v from text", "ti2v from an image"])
+def test_in_bf16_the_transformer_gets_what_the_stock_pipeline_gives_it(name, train, monkeypatch):
+    """Latents, text and image embeddings in its dtype, timesteps in fp32; the clean frame for one task only."""
+    model_fn, seen = train_wan_video.pipeline.model_fn_wan_video, []
+
+    def model_fn_wan_video(transformer, **inputs):
+        seen.append(inputs)
+        return model_fn(transformer, **inputs)
+
+    monkeypatch.setattr(train_wan_video.pipeline, "model_fn_wan_video", model_fn_wan_video)
+    family, flags = VARIANTS[name]
+    flags = [*SMALL[:-4], "--lora_rank", "2", "--max_train_steps", "1", *flags]
+    assert "--mixed_precision" not in flags
+    train(family, *flags)
+    for inputs in seen:
+        assert inputs["timestep"].dtype == torch.float32
+        assert inputs["timestep"].ndim == (2 if name == "ti2v from an image" else 1)
+        tensors = [inputs[key] for key in inputs if "states" in key and inputs[key] is not None]
+        assert len(tensors) == (3 if name == "i2v" else 2)
+        assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+
+
+def test_flags_reach_the_clips(train, clips, tmp_path):
+    """Rate, part, and a seed that moves the random part; a folder of frames is one clip."""
+    grey_clip(tmp_path / "long.mp4", 40, 16)
+    (tmp_path / "frames").mkdir()
+    for k in range(6):
+        Image.new("RGB", (64, 64), (k, k, k)).save(tmp_path / "frames" / f"{k}.png")
+    (tmp_path / "frames.txt").write_text("frames")
+    (tmp_path / "frames" / "notes.md").write_text("not a picture")
+
+    def used(*flags):
+        flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1", *flags, "--num_frames", "5"]
+        folder = train("wan_t2v", *flags, dataset=tmp_path)
+        records = [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+        assert [record["id"] for record in records] == ["frames", "long.mp4"]
+        return records[1]["used"]["source_frames"]
+
+    assert used("--fps", "8") == [0, 2, 4, 6, 8]
+    assert used("--clip_part", "middle") == [17, 18, 19, 20, 21]
+    first = used("--clip_part", "random")
+    assert used("--clip_part", "random") == first
+    assert any(used("--clip_part", "random", "--seed", str(seed)) != first for seed in (1, 2))
+
+
 # ---------------------------------------------------------------- experts
 
 
@@ -237,6 +282,13 @@ def test_resume_in_either_expert_gives_the_same_bytes(checkpoint, kept, lora_run
     train("wan_t2v_a14b", *flags, output_dir=tmp_path)
     assert lora_files(tmp_path) == lora_files(whole)
     assert metrics(tmp_path) == metrics(whole)
+
+
+def test_resume_on_another_model_is_refused(lora_run, train, tmp_path):
+    """The adapters have the same names and shapes in both."""
+    flags = [*LORA, "--expert", "both", "--resume_from_checkpoint", str(lora_run("t2v_a14b") / "checkpoint-2")]
+    with pytest.raises(RefusedError, match="the model has in_channels 36, that of the checkpoint had 16"):
+        train("wan_i2v_a14b", *flags, output_dir=tmp_path)
 
 
 def test_resume_between_the_experts(train, tmp_path):
@@ -408,6 +460,7 @@ def model_without_weights(tiny_model, tmp_path_factory):
         ("wan_t2v_a14b", ["--expert", "both", "--transformer_path", "."], "--transformer_path"),
         ("wan_t2v_a14b", ["--expert", "low_noise", "--min_sigma", "0.9"], "--min_sigma 0.9 .* from 0.0 to 0.875"),
         ("wan_t2v_a14b", ["--expert", "both", "--max_sigma", "0.8"], "--max_sigma 0.8 .* from 0.875 to 1.0"),
+        ("wan_i2v", ["--num_frames", "4"], "--num_frames is 1; with a frame given .i2v. at least 5"),
         ("wan_t2v", ["--lora_target_modules", "to_q,patch_embedding"], "'patch_embedding' matches a Conv3d"),
         ("wan_t2v", ["--lora_target_modules", "proj_out"], "--lora_target_modules names no layer in a block"),
         ("wan_t2v", ["--lora_target_modules", "add_k_proj"], "'add_k_proj' matches no layer"),
@@ -417,6 +470,14 @@ def test_refused_before_models_load(family, flags, said, train, model_without_we
     with pytest.raises(RefusedError, match=said):
         train(family, *flags, model=model_without_weights(family), output_dir=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_both_experts_are_checked_first(train, tiny_model, tmp_path):
+    shutil.copytree(tiny_model("wan_t2v_a14b"), tmp_path / "model")
+    (tmp_path / "model" / "transformer_2" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(RefusedError, match="transformer_2"):
+        train("wan_t2v_a14b", *LORA, "--expert", "both", model=tmp_path / "model", output_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_pictures_train_text_to_video_only(train, photos, model_without_weights, tmp_path):

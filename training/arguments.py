@@ -151,7 +151,7 @@ FLAGS = {
     "data": [
         ("dataset_path", str, REQUIRED, "Folder, or hub id of a Hugging Face dataset."),
         ("dataset_metadata", str, None, "Metadata file. Default: the one in the folder, else sidecar .txt files."),
-        ("media_column", str, None, "Column with the pictures. Default: found by its usual names."),
+        ("media_column", str, None, "Column with the pictures or clips. Default: found by its usual names."),
         ("caption_column", str, None, "Column with the captions. Default: found by its usual names."),
         ("height", _positive_int, DERIVED, "Height in pixels, a multiple of {divisor}. Default: {height}."),
         ("width", _positive_int, DERIVED, "Width in pixels, a multiple of {divisor}. Default: {width}."),
@@ -362,10 +362,11 @@ def _read_config(path, kinds):
         raise RefusedError(f"--config: {path} must hold one key per flag, such as 'lora_rank: 16'.")
     settings = {}
     for key, value in content.items():
-        if key not in kinds or key == "config":
+        unset = value in ("", "null", "~")
+        if key not in kinds or (key == "config" and not unset):
             known = [name for name in kinds if name != "config"]
             raise RefusedError(f"{path}: unknown key {key!r}; the nearest is {_nearest(key, known)}.")
-        if value in ("", "null", "~"):
+        if unset:
             continue
         if kinds[key] is SWITCH:
             if not isinstance(value, str) or value.lower() not in (
@@ -470,8 +471,6 @@ def _refuse_without_effect(args, given):
         raise RefusedError("--checkpoints_total_limit has no effect without --checkpointing_steps.")
     if args.min_sigma >= args.max_sigma:
         raise RefusedError(f"--min_sigma {args.min_sigma} must be below --max_sigma {args.max_sigma}.")
-    if "allow_missing_captions" in given and args.caption_dropout == 1:
-        raise RefusedError("--allow_missing_captions has no effect with --caption_dropout 1, which drops them all.")
 
 
 def _resolve(args):

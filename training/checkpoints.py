@@ -5,6 +5,7 @@ import pathlib
 import re
 import shutil
 
+import safetensors
 import safetensors.torch
 import torch
 
@@ -59,9 +60,14 @@ def find_checkpoint(args):
         path = pathlib.Path(args.resume_from_checkpoint)
     if not (path / _STATE_FILE).is_file():
         raise RefusedError(f"--resume_from_checkpoint {path} is not a complete checkpoint: it has no {_STATE_FILE}.")
-    state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
+    try:
+        state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
+        with safetensors.safe_open(path / _WEIGHTS_FILE, "pt"):
+            pass
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise RefusedError(f"--resume_from_checkpoint {path} is damaged: {error}.") from None
     for name, before in state["arguments"].items():
-        now = json.loads(json.dumps(getattr(args, name)))
+        now = json.loads(json.dumps(getattr(args, name, None)))
         # With two experts the first one's length says where the second begins.
         fixed = getattr(args, "expert", None) == "both" and name in ("max_train_steps", "num_train_epochs")
         if now != before and (name not in _MAY_CHANGE or fixed):
@@ -114,9 +120,7 @@ def save_checkpoint(accelerator, args, step, batches):
     accelerator.save_state(beside, **kwargs)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        state = {"step": step, "arguments": vars(args)}
-        for name in ("samples_per_step", "samples_per_epoch", "samples_per_micro_batch"):
-            state[name] = getattr(batches, name)
+        state = {"step": step, "arguments": vars(args)} | batches.identity
         (beside / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         beside.rename(final)

@@ -25,9 +25,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def export(
-    args, pipeline, module, dataset, *, prefix, export_name, expert=None, subfolder="transformer", further_info=None
-):
+def export(args, pipeline, module, dataset, *, prefix, export_name, expert=None, places=None, further_info=None):
     """Write the result of a run and its model card; load a LoRA back and check it.
 
     Args:
@@ -37,12 +35,14 @@ def export(
         dataset (`TrainingDataset`): Its first sample is the input of the check.
         prefix, export_name: See `save_lora`.
         expert (`str`, *optional*): Which of several transformers it is; its LoRA gets a folder of this name.
-        subfolder (`str`): What the pipeline calls the transformer.
+        places (`dict[str | None, str]`, *optional*): Of each expert of this run what the pipeline calls it.
         further_info (`dict[str, str]`, *optional*): Further header entries of a LoRA file.
 
     Raises:
         FailedError: The result is not finite, does not load, or changes nothing.
     """
+    places = places or {None: "transformer"}
+    subfolder = places[expert]
     base_model = portable_name(args.pretrained_model_name_or_path)
     names = {"pipeline": type(pipeline).__name__, "base_model": base_model}
     if args.training_mode == "full":
@@ -61,7 +61,7 @@ def export(
         path = save_lora(module.transformer, folder, dtype=dtype, prefix=prefix, export_name=export_name, info=info)
         predict = functools.partial(module_output, module, dataset)
         checked = check_lora(pipeline, path, predict, dtype=dtype, subfolder=subfolder)
-        usage = LORA_USAGE.format(**names) + "\n".join(_lora_lines(args.output_dir))
+        usage = LORA_USAGE.format(**names) + "\n".join(_lora_lines(args.output_dir, places))
         print(
             f"saved {path}: {checked['layers']} layers, loaded back by diffusers at the trained strength; it changes "
             f"the prediction by {100 * checked['relative_change']:.2g} %"
@@ -81,17 +81,17 @@ from diffusers import {model}, {pipeline}
 transformer = {model}.from_pretrained("FOLDER_OF_THIS_FILE/{subfolder}", dtype=torch.bfloat16)
 pipe = {pipeline}.from_pretrained("{base_model}", {subfolder}=transformer, dtype=torch.bfloat16)"""
 
-# Where the LoRA of a run lies, and what stock `load_lora_weights` has to be told beside that.
-_LORA_FOLDERS = {"": "", "/high_noise": "", "/low_noise": ", load_into_transformer_2=True"}
+# What stock `load_lora_weights` has to be told for a transformer of this name.
+_LOAD_OPTIONS = {"transformer": {}, "transformer_2": {"load_into_transformer_2": True}}
 
 
-def _lora_lines(output_dir):
-    """Return the Python lines that load what lies in `output_dir`."""
-    return [
-        f'pipe.load_lora_weights("FOLDER_OF_THIS_FILE{folder}"{options})'
-        for folder, options in _LORA_FOLDERS.items()
-        if pathlib.Path(f"{output_dir}{folder}", LORA_FILE).is_file()
-    ]
+def _lora_lines(output_dir, places):
+    """Yield the Python lines that load what this run has written so far."""
+    for expert, subfolder in places.items():
+        if pathlib.Path(output_dir, expert or "", LORA_FILE).is_file():
+            folder = pathlib.PurePosixPath("FOLDER_OF_THIS_FILE", expert or "")
+            options = "".join(f", {name}={value}" for name, value in _LOAD_OPTIONS[subfolder].items())
+            yield f'pipe.load_lora_weights("{folder}"{options})'
 
 
 @torch.no_grad()
@@ -233,8 +233,8 @@ def check_lora(pipeline, path, predict, *, dtype, subfolder="transformer"):
     transformer.unload_lora()
     base_output = predict()
 
-    options = {"load_into_transformer_2": True} if subfolder == "transformer_2" else {}
-    pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="reloaded", **options)
+    options = {"weight_name": path.name, "adapter_name": "reloaded"} | _LOAD_OPTIONS[subfolder]
+    pipeline.load_lora_weights(path.parent, **options)
     # Into an image-to-video model diffusers adds adapters of zeros for the image's keys where a file has none.
     loaded = {
         name: layer

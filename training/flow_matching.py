@@ -35,7 +35,7 @@ class SigmaLaw:
 
     def cdf(self, sigma):
         """Return P(sigma' <= `sigma`) of the shifted law, before it is conditioned."""
-        base = sigma / (self.shift - (self.shift - 1) * sigma)
+        base = sigma / (self.shift * (1 - sigma) + sigma)
         if self.timestep_sampling == "uniform" or base in (0, 1):
             return base
         return statistics.NormalDist().cdf(math.log(base / (1 - base)))
@@ -48,7 +48,7 @@ class SigmaLaw:
             base = u
         else:
             base = 1 / (1 + math.exp(-statistics.NormalDist().inv_cdf(u)))
-        sigma = self.shift * base / (1 + (self.shift - 1) * base)
+        sigma = self.shift * base / (1 + (self.shift - 1) * base) if base < 1 else 1.0
         # Against the last bit of rounding only: an expert is never to see the other one's side.
         return min(max(sigma, self.min_sigma), self.max_sigma)
 

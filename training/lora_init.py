@@ -42,6 +42,11 @@ def read_initial_lora(args, lora_state_dict, skeleton, targets, *, expert=None):
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError) as error:
         raise RefusedError(f"{where} cannot be read: {error}.") from None
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise RefusedError(f"{where}: {name} is not finite.")
+        if tensor.ndim != 2 and ".lora_" in name and name.endswith(".weight"):
+            raise RefusedError(f"{where}: {name} has {tensor.ndim} dimensions; adapters of linear layers have 2.")
     of_file = header.get("expert")
     if expert is not None and of_file not in (None, expert):
         raise RefusedError(f"{where} is a LoRA of the expert {of_file}, and this run trains {expert}.")
@@ -49,11 +54,14 @@ def read_initial_lora(args, lora_state_dict, skeleton, targets, *, expert=None):
     try:
         converted = {} if unplaced else lora_state_dict(dict(tensors))
     except Exception as error:  # its converters raise whatever an unknown name leads them to
-        what = f"{type(error).__name__}: {error}"
+        what = f"{type(error).__name__}: {str(error)[:200]}"
         raise RefusedError(f"{where} is in no layout that diffusers reads ({what}).") from None
 
-    metadata = json.loads(header.get("lora_adapter_metadata", "{}"))
-    fields = {key.removeprefix("transformer."): value for key, value in metadata.items()}
+    try:
+        metadata = json.loads(header.get("lora_adapter_metadata", "{}"))
+        fields = {key.removeprefix("transformer."): value for key, value in metadata.items()}
+    except (ValueError, AttributeError):
+        raise RefusedError(f"{where}: lora_adapter_metadata in its header is not a JSON object.") from None
     initial = {}
     for name in converted:
         layer = name.removeprefix("transformer.").removesuffix(".lora_A.weight")

@@ -210,7 +210,7 @@ tags: [diffusers, diffusers-training, {tag}]
 
 # {title}
 
-Trained with Blockwise on {num_items} items, {num_steps} optimizer steps.
+Trained with Blockwise on {num_items} items, {num_steps} optimizer steps{each}.
 
 ```python
 {usage}
@@ -237,13 +237,15 @@ def write_model_card(args, *, base_model, num_items, usage):
     names += ("clip_part", "task", "expert", "train_batch_size", "gradient_accumulation_steps", "caption_dropout")
     names += ("timestep_sampling", "sigma_shift", "seed")
     values = {name: getattr(args, name, None) for name in names}
+    lines = read_metrics(output_dir / "metrics.jsonl")
     settings = [f"| {name} | {value} |" for name, value in values.items() if value is not None]
     text = MODEL_CARD.format(
         base_model=base_model,
         tag="lora" if args.training_mode == "lora" else "full-finetune",
         title=f"{base_model.rpartition('/')[2]} {'LoRA' if args.training_mode == 'lora' else 'fine-tune'}",
         num_items=num_items,
-        num_steps=max((line["step"] for line in read_metrics(output_dir / "metrics.jsonl")), default=0),
+        num_steps=sum(line.get("expert") == lines[-1].get("expert") for line in lines),
+        each=" for each expert" if getattr(args, "expert", None) == "both" else "",
         usage=usage,
         settings="\n".join(settings),
     )

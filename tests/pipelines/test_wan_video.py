@@ -400,49 +400,73 @@ def original_layout(state_dict):
     renamed = {}
     for name, tensor in state_dict.items():
         module, _, kind = name.rpartition(".")
-        swapped = {"norm2": "norm3", "norm_q": "norm_q", "norm_k": "norm_k"}
-        if name == "scale_shift_table":
-            renamed["head.modulation"] = tensor
-        elif name.endswith(".scale_shift_table"):
-            renamed[name.replace("scale_shift_table", "modulation")] = tensor
-        elif module == "patch_embedding":
-            renamed[name] = tensor
-        elif module.rpartition(".")[2] in swapped:
-            new = module.replace("attn1", "self_attn").replace("attn2", "cross_attn").replace("norm2", "norm3")
-            renamed[f"{new}.{kind}"] = tensor
-        else:
-            renamed[f"{wan_video.lora_export_name(module).removeprefix('diffusion_model.')}.{kind}"] = tensor
+        if name.endswith("scale_shift_table"):
+            module = name.removesuffix("scale_shift_table")
+            renamed[f"{module or 'head.'}modulation"] = tensor
+            continue
+        for ours, theirs in (
+            ("condition_embedder.image_embedder.norm1", "img_emb.proj.0"),
+            ("condition_embedder.image_embedder.norm2", "img_emb.proj.4"),
+            ("norm_added_k", "norm_k_img"),
+            (".norm2", ".norm3"),
+        ):
+            module = module.replace(ours, theirs)
+        if "norm" in module or module.startswith("img_emb"):
+            module = module.replace("attn1", "self_attn").replace("attn2", "cross_attn")
+        elif module != "patch_embedding":
+            module = wan_video.lora_export_name(module).removeprefix("diffusion_model.")
+        renamed[f"{module}.{kind}"] = tensor
     return renamed
 
 
-@pytest.mark.parametrize("family", ["wan_t2v", "wan_t2v_a14b"])
-def test_transformer_from_a_folder_and_from_one_original_file(family, tiny_model, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["wan_i2v", "wan_t2v_a14b"])
+def test_transformer_from_a_folder_and_from_one_file(family, dtype, tiny_model, tmp_path):
+    """From a file in the authors' or diffusers' names the same bits, dtypes and buffers as from a folder."""
     model = str(tiny_model(family))
     original = wan_video.load_transformer(model, dtype=torch.float32)
     weights = {name: tensor + 1 for name, tensor in original.state_dict().items()}
     original.load_state_dict(weights)
     original.save_pretrained(tmp_path / "transformer")
     save_file(original_layout(weights), tmp_path / "one.safetensors")
+    save_file(weights, tmp_path / "two.SAFETENSORS")
     skeleton = wan_video.load_transformer_skeleton(model)
-    for path in ("transformer", "one.safetensors"):
-        wan_video.check_weights(skeleton, model, transformer_path=str(tmp_path / path))
-        loaded = wan_video.load_transformer(model, dtype=torch.float32, transformer_path=str(tmp_path / path))
-        for name, tensor in loaded.state_dict().items():
-            assert torch.equal(tensor, weights[name]), name
+    places = [str(tmp_path / path) for path in ("transformer", "one.safetensors", "two.SAFETENSORS")]
+    for path in places:
+        wan_video.check_weights(skeleton, model, transformer_path=path)
+    folder, *files = (wan_video.load_transformer(model, dtype=dtype, transformer_path=path) for path in places)
+    assert all(torch.equal(tensor, weights[name].to(tensor.dtype)) for name, tensor in folder.state_dict().items())
+    for file in files:
+        assert not file.training
+        for expected, ours in (
+            (folder.named_parameters(), file.named_parameters()),
+            (folder.named_buffers(), file.named_buffers()),
+        ):
+            for (name, tensor), (other_name, other) in zip(expected, ours, strict=True):
+                assert name == other_name and tensor.dtype == other.dtype and torch.equal(tensor, other), name
 
 
-def test_files_that_are_not_in_the_original_layout_are_refused(tiny_model, tmp_path):
-    """diffusers would swap the norms of a file that has its own names already, and start from random ones."""
+def test_bad_files_are_refused(tiny_model, tmp_path):
     model = str(tiny_model("wan_t2v"))
     weights = load_file(tiny_model("wan_t2v") / "transformer" / "diffusion_pytorch_model.safetensors")
-    save_file(weights, tmp_path / "diffusers.safetensors")
     lacking = original_layout(weights)
     del lacking["head.head.bias"]
     save_file(lacking, tmp_path / "cut.safetensors")
+    save_file(original_layout(weights) | {"head.head.bias": torch.zeros(3)}, tmp_path / "shape.safetensors")
     skeleton = wan_video.load_transformer_skeleton(model)
-    for path, said in (("diffusers", "lacks .* blocks.0.norm2.weight"), ("cut", "lacks 1 of .* proj_out.bias")):
+    for path, said in (
+        ("cut", "lacks 1 of .* proj_out.bias"),
+        ("shape", r"proj_out.bias has the shape \(3,\), and the model has \(64,\)"),
+    ):
         with pytest.raises(ValueError, match=said):
             wan_video.check_weights(skeleton, model, transformer_path=str(tmp_path / f"{path}.safetensors"))
+
+
+@pytest.mark.parametrize("pipeline, other", [("wan_t2v", "wan_i2v"), ("wan_i2v", "wan_flf2v"), ("wan_i2v", "wan_t2v")])
+def test_a_transformer_with_other_inputs_is_refused(pipeline, other, tiny_model):
+    path = str(tiny_model(other) / "transformer")
+    with pytest.raises(ValueError, match="(in_channels|pos_embed_seq_len) .* which it is to replace"):
+        wan_video.load_transformer_skeleton(str(tiny_model(pipeline)), transformer_path=path)
 
 
 def test_weights_of_each_expert_are_checked(tiny_model, tmp_path):

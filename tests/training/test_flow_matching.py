@@ -2,12 +2,14 @@
 
 import math
 import statistics
+import types
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from training.flow_matching import Draw, SigmaLaw, add_noise, flow_loss, flow_target
+from training.errors import RefusedError
+from training.flow_matching import Draw, SigmaLaw, add_noise, flow_loss, flow_target, sigma_law
 
 
 NORMAL = statistics.NormalDist()
@@ -40,6 +42,27 @@ def test_quantile_inverts_the_distribution_function(sampling):
         low, high = law.cdf(0.1), law.cdf(0.95)
         assert law.cdf(law.quantile(u)) == pytest.approx(low + u * (high - low))
     assert SigmaLaw(sampling).quantile(0.0) == 0 and SigmaLaw(sampling).quantile(1.0) == 1
+
+
+def test_law_of_the_flags():
+    """The model's shift unless one is given; the sigmas that both the flags and the model allow, or a refusal."""
+
+    def law(shift=None, low=0.0, high=1.0, model_range=(0.0, 1.0)):
+        args = types.SimpleNamespace(timestep_sampling="uniform", sigma_shift=shift, min_sigma=low, max_sigma=high)
+        return sigma_law(args, 5.0, model_range)
+
+    assert law() == SigmaLaw("uniform", 5.0, 0.0, 1.0)
+    assert law(shift=3.0, low=0.5, high=0.8) == SigmaLaw("uniform", 3.0, 0.5, 0.8)
+    assert law(low=0.5, model_range=(0.0, 0.9)) == SigmaLaw("uniform", 5.0, 0.5, 0.9)
+    assert law(high=0.95, model_range=(0.9, 1.0)) == SigmaLaw("uniform", 5.0, 0.9, 0.95)
+    for low, high, model_range in ((0.9, 1.0, (0.0, 0.9)), (0.0, 0.9, (0.9, 1.0)), (0.95, 1.0, (0.0, 0.9))):
+        with pytest.raises(RefusedError, match=f"--min_sigma {low} and --max_sigma {high} leave nothing"):
+            law(low=low, high=high, model_range=model_range)
+
+
+def test_extreme_shifts():
+    for shift in (1e-300, 1e300):
+        assert 0 <= SigmaLaw("uniform", shift, 0.2, 1.0).quantile(0.5) <= 1
 
 
 def test_shift_is_that_of_the_scheduler():

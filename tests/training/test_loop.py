@@ -48,7 +48,7 @@ def run(tmp_path, *flags, module=None):
     flags = [*required, "--training_mode", "full", "--optimizer", "torch.optim.SGD", "--learning_rate", "0.1", *flags]
     args = parse_args(flags, description="", values=FAMILY)
     batches, last_step = plan_batches(
-        args, [{"used": {"size": [4, 4], "frames": 1}}] * NUM_ITEMS, 1, resumed={"step": 0}
+        args, [{"id": "a", "caption": "a", "used": {"size": [4, 4], "frames": 1}}] * NUM_ITEMS, 1, resumed={"step": 0}
     )
     module, dataset = module or Scale(), make_dataset()
     optimizer_class, arguments = find_optimizer(args)

@@ -119,6 +119,25 @@ def test_layouts_of_others(family, write, trained, tmp_path):
     assert_same_changes(started(tmp_path / "other.safetensors", family), expected)
 
 
+@pytest.mark.parametrize(
+    "fields, factor",
+    [
+        ({}, 1.0),
+        ({"lora_alpha": 8}, 2.0),
+        ({"lora_alpha": 8, "use_rslora": True}, 4.0),
+        ({"lora_alpha": 4, "alpha_pattern": {"attn1.to_q": 2}}, 0.5),
+    ],
+)
+def test_strength_in_the_header(fields, factor, trained, tmp_path):
+    """As PEFT applies it: alpha over the rank (4) or its root, by layer where there is a pattern."""
+    expected, path = trained("wan")
+    header = {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in fields.items()})}
+    save_file(load_file(path), tmp_path / "other.safetensors", header)
+    ours = lora_layers(started(tmp_path / "other.safetensors", "wan"))["blocks.1.attn1.to_q"]
+    theirs = lora_layers(expected)["blocks.1.attn1.to_q"]
+    torch.testing.assert_close(ours.get_delta_weight("default"), factor * theirs.get_delta_weight("default"))
+
+
 def test_layers_that_the_file_lacks_start_anew(trained, capsys):
     expected, path = trained("wan")
     transformer = started(path, "wan", names=[*NAMES["wan"], "to_k"])
@@ -170,6 +189,24 @@ def test_unknown_names_are_refused(rename, trained, tmp_path):
     save_file({rename(name): tensor for name, tensor in load_file(path).items()}, tmp_path / "other.safetensors")
     message = refused(tmp_path / "other.safetensors")
     assert "have no place" in message or "in no layout" in message
+
+
+@pytest.mark.parametrize("header", ["no json", "[1]"])
+def test_a_header_that_is_no_json_object_is_refused(header, trained, tmp_path):
+    _, path = trained("wan")
+    save_file(load_file(path), path, {"lora_adapter_metadata": header})
+    assert "is not a JSON object" in refused(path)
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda tensor: tensor * float("nan"), "is not finite"), (lambda tensor: tensor.flatten(), "has 1 dimensions")
+])  # fmt: skip
+def test_bad_tensors_are_refused(change, said, trained):
+    _, path = trained("wan")
+    tensors = load_file(path)
+    name = next(name for name in tensors if "lora_A" in name)
+    save_file(tensors | {name: change(tensors[name])}, path)
+    assert said in refused(path) and name in refused(path)
 
 
 def test_half_a_pair_is_refused(trained, tmp_path):

@@ -5,8 +5,10 @@ size. Process r takes its r-th part. So one process with twice the batch size se
 the same places of the global batch. An epoch does not end a batch: the next one goes on where it stopped.
 """
 
+import hashlib
 import heapq
 import itertools
+import json
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ class BatchPlan:
         self.samples_per_epoch = len(sizes) * dataset_repeat
         self.samples_per_micro_batch = train_batch_size * num_processes
         self.samples_per_step = self.samples_per_micro_batch * gradient_accumulation_steps
+        self.identity = {}  # what a checkpoint remembers of the run, from `plan_batches`
         self._units = []
         self._stream = self._unit_stream(sizes, dataset_repeat, seed)
 
@@ -82,7 +85,7 @@ class BatchPlan:
             yield from (indices[i] for i in order.permutation(len(indices)))
 
 
-def plan_batches(args, records, num_processes, *, resumed, num_stages=1):
+def plan_batches(args, records, num_processes, *, resumed, model, num_stages=1):
     """Return the `BatchPlan` of this run and its last optimizer step.
 
     Args:
@@ -90,10 +93,12 @@ def plan_batches(args, records, num_processes, *, resumed, num_stages=1):
         records (`list[dict]`): Of the items that are trained, which are batched by their size.
         num_processes (`int`)
         resumed (`dict`): State of the checkpoint to go on from, of `find_checkpoint`.
+        model (`dict`): What the model is, for a checkpoint to know; values that JSON takes.
         num_stages (`int`): How often the run makes all those steps, each time with another transformer.
 
     Raises:
-        RefusedError: The checkpoint is already past the last step, or of a run with other batches.
+        RefusedError: The checkpoint is already past the last step, or of a run with other batches, another dataset or
+            another model.
     """
     sizes = [(*record["used"]["size"], record["used"]["frames"]) for record in records]
     batches = BatchPlan(
@@ -107,6 +112,12 @@ def plan_batches(args, records, num_processes, *, resumed, num_stages=1):
     last_step = args.max_train_steps
     if last_step is None:
         last_step = -(-args.num_train_epochs * batches.samples_per_epoch // batches.samples_per_step)
+    described = [[record[key] for key in ("id", "caption", "used")] for record in records]
+    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    batches.identity = {"model": json.loads(json.dumps(model)), "dataset": digest}
+    batches.identity |= {
+        name: getattr(batches, name) for name in ("samples_per_step", "samples_per_epoch", "samples_per_micro_batch")
+    }
     if resumed["step"] == 0:
         return batches, last_step
     if resumed["step"] > num_stages * last_step:
@@ -116,12 +127,23 @@ def plan_batches(args, records, num_processes, *, resumed, num_stages=1):
         )
     # Items of one size come in the same order however a step is split; with several sizes the split decides.
     for name in ("samples_per_step", "samples_per_epoch", *["samples_per_micro_batch"] * (len(set(sizes)) > 1)):
-        if getattr(batches, name) != resumed[name]:
+        if batches.identity[name] != resumed[name]:
             raise RefusedError(
-                f"--resume_from_checkpoint: this run has {getattr(batches, name)} {name.replace('_', ' ')}, that of "
+                f"--resume_from_checkpoint: this run has {batches.identity[name]} {name.replace('_', ' ')}, that of "
                 f"the checkpoint had {resumed[name]}; make them equal (a step has batch size x processes x "
                 "accumulation, an epoch items x repeats)."
             )
+    for key, before in resumed["model"].items():
+        if batches.identity["model"].get(key) != before:
+            raise RefusedError(
+                f"--resume_from_checkpoint: the model has {key} {batches.identity['model'].get(key)}, that of the "
+                f"checkpoint had {before}; it is another model."
+            )
+    if digest != resumed["dataset"]:
+        raise RefusedError(
+            "--resume_from_checkpoint: items, their order, captions, sizes or frames differ from those of the "
+            "checkpoint's run; resume with the dataset as it was, or start a new run with --lora_init_path."
+        )
     return batches, last_step
 
 

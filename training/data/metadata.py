@@ -308,17 +308,18 @@ def _stem(name):
 
 
 def _picture_folders(files):
-    """Returns the files of each folder, itself in no other, that holds pictures only."""
-    folders, mixed = {}, set()
+    """Returns the pictures of each folder, itself in no other, whose pictures have no texts or clips beside them."""
+    folders, no_clips, texts = {}, set(), {_stem(name) for name in files if _suffix(name) == ".txt"}
     for name in files:
         place = os.path.dirname(name)
-        folders.setdefault(place, []).append(name)
-        if _suffix(name) not in IMAGE_SUFFIXES:
-            mixed.add(place)
+        if _suffix(name) in IMAGE_SUFFIXES:
+            folders.setdefault(place, []).append(name)
+            if _stem(name) in texts:
+                no_clips.add(place)
         while place:
             place = os.path.dirname(place)
-            mixed.add(place)
-    return {place: names for place, names in folders.items() if place not in mixed}
+            no_clips.add(place)
+    return {place: names for place, names in folders.items() if place not in no_clips}
 
 
 # Metadata files

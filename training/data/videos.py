@@ -106,6 +106,14 @@ def inspect_clips(rows, *, height, width, max_pixels, divisor, num_frames, fps, 
         for record in records
         if record["decision"] == "used" and record["reason"] is not None
     ]
+    slow = [
+        f"{record['id']}: {record['source']['fps']:g} fps"
+        for record in records
+        if record["decision"] == "used" and len(set(record["used"]["source_frames"])) * 2 < record["used"]["frames"]
+    ]
+    if slow:
+        listed = first_five(slow)
+        logger.warning("Of %d clips each frame is shown more than twice at %g fps:\n%s", len(slow), fps, listed)
     if changed:
         logger.info("%d of %d clips are shortened or retimed:\n%s", len(changed), len(records), first_five(changed))
     return records

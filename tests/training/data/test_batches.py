@@ -1,11 +1,14 @@
 """The order of training: nothing lost, nothing doubled, the same for every number of processes."""
 
 import collections
+import json
+import types
 
 import pytest
 import torch
 
-from training.data.batches import BatchPlan, MicroBatchSampler, TrainingDataset, collate
+from training.data.batches import BatchPlan, MicroBatchSampler, TrainingDataset, collate, plan_batches
+from training.errors import RefusedError
 from training.flow_matching import Draw, SigmaLaw
 
 
@@ -120,3 +123,57 @@ def test_collate_pads_with_zeros_and_masks():
     assert (batch["prompt_embeds"][0, 2:] == 0).all() and (batch["prompt_embeds"][0, :2] == 1).all()
     assert collate([dataset[1, 0, 1], dataset[1, 1, 1]])["prompt_embeds_mask"] is None
     assert batch["sigmas"][0] != batch["sigmas"][1] and not torch.equal(batch["noise"][0], batch["noise"][1])
+
+
+# ---------------------------------------------------------------- the plan of a run
+
+
+def records(*used, caption="a"):
+    return [
+        {"id": str(n), "caption": caption, "used": {"size": [w, h], "frames": f}} for n, (w, h, f) in enumerate(used)
+    ]
+
+
+def planned(items, num_processes=1, resumed=None, model=None, num_stages=1, **settings):
+    defaults = {"train_batch_size": 2, "gradient_accumulation_steps": 1, "dataset_repeat": 1, "seed": 5}
+    args = types.SimpleNamespace(**defaults | {"max_train_steps": 4, "num_train_epochs": None} | settings)
+    resumed = resumed or {"step": 0}
+    return plan_batches(
+        args, items, num_processes, resumed=resumed, model=model or {"width": 8}, num_stages=num_stages
+    )
+
+
+def test_clips_of_different_length_do_not_meet_in_a_micro_batch():
+    items = records(*[(64, 64, 5)] * 5, *[(64, 64, 9)] * 5)
+    batches, _ = planned(items)
+    for step in range(1, 30):
+        assert len({items[index]["used"]["frames"] for index in batches.step(step)}) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({}, None),
+        ({"max_train_steps": 9}, None),
+        ({"max_train_steps": 2}, "at step 3, this run ends at step 2"),
+        ({"max_train_steps": 1, "num_stages": 2}, "at step 3, this run ends at step 2"),
+        ({"max_train_steps": 2, "num_stages": 2}, None),
+        ({"train_batch_size": 1}, "1 samples per step, that of the checkpoint had 2"),
+        ({"train_batch_size": 1, "gradient_accumulation_steps": 2}, "1 samples per micro batch"),
+        ({"dataset_repeat": 2}, "8 samples per epoch"),
+        ({"model": {"width": 9}}, "the model has width 9, that of the checkpoint had 8"),
+        ({"order": -1}, "items, their order, captions, sizes or frames differ"),
+        ({"caption": "b"}, "items, their order, captions, sizes or frames differ"),
+    ],
+)
+def test_a_resumed_run_is_the_same_run(changes, said):
+    sizes = [(64, 64, 5), (64, 64, 9), (64, 64, 9), (64, 80, 5)]
+    batches, _ = planned(records(*sizes))
+    changes = dict(changes)
+    items = records(*sizes, caption=changes.pop("caption", "a"))[:: changes.pop("order", 1)]
+    resumed = {"step": 3} | json.loads(json.dumps(batches.identity))
+    if said is None:
+        planned(items, resumed=resumed, **changes)
+    else:
+        with pytest.raises(RefusedError, match=said):
+            planned(items, resumed=resumed, **changes)
