@@ -47,9 +47,8 @@ def run(tmp_path, *flags, module=None):
     required = ["--pretrained_model_name_or_path", "-", "--dataset_path", "-", "--output_dir", str(tmp_path)]
     flags = [*required, "--training_mode", "full", "--optimizer", "torch.optim.SGD", "--learning_rate", "0.1", *flags]
     args = parse_args(flags, description="", values=FAMILY)
-    batches, last_step = plan_batches(
-        args, [{"id": "a", "caption": "a", "used": {"size": [4, 4], "frames": 1}}] * NUM_ITEMS, 1, resumed={"step": 0}
-    )
+    records = [{"id": "a", "caption": "a", "used": {"size": [4, 4], "frames": 1}}] * NUM_ITEMS
+    batches, last_step = plan_batches(args, records, 1, resumed={"step": 0}, model={})
     module, dataset = module or Scale(), make_dataset()
     optimizer_class, arguments = find_optimizer(args)
     accelerator = start_accelerator(args)
