@@ -241,7 +241,6 @@ def model_without_weights(tiny_qwen_image, tmp_path_factory):
         (["--resume_from_checkpoint", "latest"], ["--resume_from_checkpoint latest"]),
         (["--transformer_path", "nowhere"], ["--transformer_path nowhere"]),
         (["--dataset_path", "nowhere/at/all"], ["nowhere/at/all"]),
-        (["--output_dir", "/proc/nowhere"], ["--output_dir /proc/nowhere"]),
     ],
 )
 def test_refused_before_models_load(flags, said, train, model_without_weights):
@@ -250,6 +249,11 @@ def test_refused_before_models_load(flags, said, train, model_without_weights):
     message = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(message) == 1 and all(text in message[0] for text in said), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_folder_that_cannot_be_written_is_refused(train):
+    done = train(*LORA, "--output_dir", "/proc/nowhere", check=False)
+    assert done.returncode == 2 and "error: --output_dir /proc/nowhere cannot be written" in done.stderr
 
 
 def test_unreadable_pictures_are_all_named_before_models_load(train, model_without_weights, photos, tmp_path):
