@@ -86,7 +86,7 @@ def test_stock_pipeline_samples_the_clip(family, task, pipeline_class, script, c
     if task == "i2v":
         for path in dataset.glob("*.txt"):
             path.write_text("something moves")
-    flags = ["--num_frames", "9", "--train_batch_size", "9", "--max_train_steps", "600"]
+    flags = ["--num_frames", "9", "--train_batch_size", "9", "--max_train_steps", "800"]
     model, output_dir = train(script, "train_wan_video.py", family, dataset, tmp_path, *flags)
     transformer = WanTransformer3DModel.from_pretrained(output_dir / "transformer")
     # By its class: DiffusionPipeline would not look at the transformer, which is an optional part of these two.
