@@ -42,7 +42,6 @@ import torch
 from diffusers import QwenImagePipeline
 from diffusers.training_utils import free_memory
 
-from memory.plan import MemoryPlan
 from pipelines import qwen_image as pipeline
 from training.checkpoints import find_checkpoint
 from training.data.batches import TrainingDataset, plan_batches
@@ -52,7 +51,7 @@ from training.data.metadata import read_rows
 from training.errors import refuse_unreadable_model
 from training.export import export
 from training.flow_matching import sigma_law
-from training.launch import make_output_dir, start_accelerator
+from training.launch import make_output_dir, plan_memory, start_accelerator
 from training.loop import train
 from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, add_lora, find_lora_targets, train_all_weights
@@ -118,7 +117,7 @@ def main(args):
     if args.training_mode == "lora":
         targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
         initial = read_initial_lora(args, QwenImagePipeline.lora_state_dict, skeleton, targets)
-    plan = MemoryPlan.from_args(args, pipeline.block_lists(skeleton))
+    plan = plan_memory(args, pipeline.block_lists(skeleton))
     rows = read_rows(
         args.dataset_path,
         dataset_metadata=args.dataset_metadata,

@@ -48,7 +48,6 @@ import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from diffusers.training_utils import free_memory
 
-from memory.plan import MemoryPlan
 from pipelines import wan_video as pipeline
 from training.checkpoints import find_checkpoint
 from training.data.batches import TrainingDataset, plan_batches
@@ -58,7 +57,7 @@ from training.data.videos import VIDEO_SUFFIXES, inspect_clips, read_clip
 from training.errors import RefusedError, refuse_unreadable_model
 from training.export import LORA_FILE, export
 from training.flow_matching import sigma_law
-from training.launch import make_output_dir, start_accelerator
+from training.launch import make_output_dir, plan_memory, start_accelerator
 from training.loop import train
 from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, add_lora, find_lora_targets, train_all_weights
@@ -145,7 +144,7 @@ def main(args):
             raise RefusedError("--lora_target_modules names no layer in a block; diffusers loads no such Wan LoRA.")
         read = partial(read_initial_lora, args, WanPipeline.lora_state_dict, skeleton, targets)
         initial = {expert: read(expert=expert) for expert in experts}
-    plan = MemoryPlan.from_args(args, pipeline.block_lists(skeleton))
+    plan = plan_memory(args, pipeline.block_lists(skeleton))
     rows = read_rows(
         args.dataset_path,
         dataset_metadata=args.dataset_metadata,

@@ -24,18 +24,34 @@ class MemoryPlan:
 
         Args:
             args (`argparse.Namespace`):
-                With `use_gradient_checkpointing` and `use_gradient_checkpointing_offload`, which implies it.
+                With `use_gradient_checkpointing`, `use_gradient_checkpointing_offload`, which implies it, and
+                `checkpoint_blocks`: how many blocks at the start of each list they hold for, or None for all.
             block_lists (`dict[str, int]`):
                 Name -> number of blocks, in the order in which the model runs them.
+
+        Raises:
+            ValueError: `checkpoint_blocks` has neither one number nor one for each list.
         """
         mode = PARK if args.use_gradient_checkpointing_offload else KEEP
         if args.use_gradient_checkpointing and mode == KEEP:
             mode = RECOMPUTE
-        modes = {name: (mode,) * num_blocks for name, num_blocks in block_lists.items()}
+        counts = args.checkpoint_blocks or list(block_lists.values())
+        if len(counts) == 1:
+            counts = counts * len(block_lists)
+        if len(counts) != len(block_lists):
+            raise ValueError(
+                f"--checkpoint_blocks has {len(counts)} numbers; allowed are one, or one for each of "
+                f"{', '.join(block_lists)}."
+            )
+        modes = {
+            name: (mode,) * min(count, num_blocks) + (KEEP,) * (num_blocks - count)
+            for (name, num_blocks), count in zip(block_lists.items(), counts, strict=True)
+        }
         if mode == PARK:
             # The very last block is recomputed first, at once: there is no time to fetch anything for it.
             last = list(modes)[-1]
-            modes[last] = modes[last][:-1] + (RECOMPUTE,)
+            if modes[last][-1] == PARK:
+                modes[last] = modes[last][:-1] + (RECOMPUTE,)
         return cls(modes)
 
     def arguments(self, block_list):

@@ -95,13 +95,20 @@ def test_stock_pipeline_loads_the_lora(lora_run, tiny_qwen_image):
 
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--use_gradient_checkpointing"], ["--use_gradient_checkpointing_offload"]],
-    ids=["again", "recompute", "park"],
+    [
+        [],
+        ["--use_gradient_checkpointing"],
+        ["--use_gradient_checkpointing_offload"],
+        ["--use_gradient_checkpointing", "--checkpoint_blocks", "1"],
+    ],
+    ids=["again", "recompute", "park", "recompute one block"],
 )
 def test_same_bytes_again_and_in_every_memory_mode(flags, lora_run, train):
     other = train(*LORA, *flags)
     assert (other / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
     assert without_measurements(metrics(other)) == without_measurements(metrics(lora_run))
+    if "--checkpoint_blocks" in flags:
+        assert json.loads((other / "run.json").read_text())["plan"] == {"transformer_blocks": ["recompute", "keep"]}
 
 
 def test_same_bytes_when_the_inputs_are_really_parked(lora_run, script, tiny_qwen_image, photos, tmp_path):
@@ -240,6 +247,10 @@ def model_without_weights(tiny_qwen_image, tmp_path_factory):
         (["--optimizer", "torch.optim.Adamm"], ["torch.optim.Adamm"]),
         (["--resume_from_checkpoint", "latest"], ["--resume_from_checkpoint latest"]),
         (["--transformer_path", "nowhere"], ["--transformer_path nowhere"]),
+        (
+            ["--use_gradient_checkpointing", "--checkpoint_blocks", "1,1"],
+            ["--checkpoint_blocks has 2 numbers", "transformer_blocks"],
+        ),
         (["--dataset_path", "nowhere/at/all"], ["nowhere/at/all"]),
     ],
 )

@@ -74,6 +74,13 @@ def _dropout(text):
     return value
 
 
+def _counts(text):
+    values = [_natural(item) for item in text.split(",")]
+    if not any(values):
+        raise ValueError
+    return values
+
+
 def _names(text):
     names = [name.strip() for name in text.split(",")]
     if not all(names):
@@ -99,12 +106,21 @@ _ALLOWED = {
     _non_negative: "a finite number of at least 0",
     _fraction: "a number from 0 to 1",
     _dropout: "a number from 0 to below 1",
+    _counts: "whole numbers with commas between them, not all 0",
     _names: "names with commas between them",
     _key_value: "key=value",
     str: "text",
 }
 
-_METAVARS = {str: "TEXT", _positive_int: "N", _natural: "N", _seed: "N", _names: "NAME,NAME", _key_value: "KEY=VALUE"}
+_METAVARS = {
+    str: "TEXT",
+    _positive_int: "N",
+    _natural: "N",
+    _seed: "N",
+    _counts: "N,M",
+    _names: "NAME,NAME",
+    _key_value: "KEY=VALUE",
+}
 
 SWITCH = object()
 REQUIRED = object()
@@ -182,6 +198,13 @@ FLAGS = {
             SWITCH,
             False,
             "Recompute, with the inputs of each block in host memory meanwhile. Implies the flag above.",
+        ),
+        (
+            "checkpoint_blocks",
+            _counts,
+            None,
+            "Only the first N blocks, with one of the flags above; one number for each block list, or one for all of "
+            "them. Default: all blocks.",
         ),
     ],
     "training": [
@@ -385,7 +408,7 @@ def _read_config(path, kinds):
             items = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else value
             settings[key] = [_convert_in(path, key, kinds, item) for item in _as_list(items)]
         else:
-            if kinds[key] is _names and isinstance(value, list):
+            if kinds[key] in (_names, _counts) and isinstance(value, list):
                 value = ",".join(value)
             settings[key] = _convert_in(path, key, kinds, value)
     return settings
@@ -469,6 +492,12 @@ def _refuse_without_effect(args, given):
         )
     if args.checkpoints_total_limit is not None and args.checkpointing_steps is None:
         raise RefusedError("--checkpoints_total_limit has no effect without --checkpointing_steps.")
+    recomputes = args.use_gradient_checkpointing or args.use_gradient_checkpointing_offload
+    if args.checkpoint_blocks is not None and not recomputes:
+        raise RefusedError(
+            "--checkpoint_blocks has no effect without --use_gradient_checkpointing or "
+            "--use_gradient_checkpointing_offload; add one of them."
+        )
     if args.min_sigma >= args.max_sigma:
         raise RefusedError(f"--min_sigma {args.min_sigma} must be below --max_sigma {args.max_sigma}.")
 

@@ -10,6 +10,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DistributedType
 
 from memory.checkpointing import configure_deepspeed_checkpointing
+from memory.plan import MemoryPlan
 from training.errors import RefusedError
 
 
@@ -112,6 +113,18 @@ def _complete_deepspeed_config(args, accelerator):
             use_gradient_checkpointing_offload=args.use_gradient_checkpointing_offload,
             device=accelerator.device,
         )
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
+
+
+def plan_memory(args, block_lists):
+    """Return the `MemoryPlan` that the flags ask for; see `MemoryPlan.from_args`.
+
+    Raises:
+        RefusedError: They do not fit the block lists of this model.
+    """
+    try:
+        return MemoryPlan.from_args(args, block_lists)
     except ValueError as error:
         raise RefusedError(str(error)) from None
 

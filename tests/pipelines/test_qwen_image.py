@@ -154,8 +154,7 @@ def test_parked_bytes_of_a_plan(monkeypatch):
     """Both streams of every block but the last are parked; time embedding, rotary tables and mask are not."""
     monkeypatch.setattr(offload, "MIN_PARKED_BYTES", 512)
     transformer, inputs = tiny_transformer(num_layers=5), make_inputs(batch_size=2, height=16, width=16)
-    flags = type("Flags", (), {"use_gradient_checkpointing": False, "use_gradient_checkpointing_offload": True})
-    plan = MemoryPlan.from_args(flags, {"transformer_blocks": 5})
+    plan = MemoryPlan({"transformer_blocks": ("park",) * 4 + ("recompute",)})
     assert plan.describe() == ["transformer_blocks: 5 of 5 blocks checkpointed, 4 offloaded"]
     for _ in range(2):  # the first step learns what is shared
         offload.reset_counters()

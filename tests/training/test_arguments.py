@@ -178,6 +178,18 @@ def test_refused_in_config(config, text, names):
     assert all(name in message for name in names), message
 
 
+@pytest.mark.parametrize("value", ["0", "0,0", "-1", "1.5", "a", "1,", ""])
+def test_bad_numbers_of_blocks(value):
+    assert "--checkpoint_blocks" in refused("--use_gradient_checkpointing", f"--checkpoint_blocks={value}")
+
+
+def test_numbers_of_blocks(config):
+    assert parse("--use_gradient_checkpointing", "--checkpoint_blocks", "8,100").checkpoint_blocks == [8, 100]
+    text = "use_gradient_checkpointing_offload: true\ncheckpoint_blocks: [0, 4]\n"
+    assert parse(*config(text)).checkpoint_blocks == [0, 4]
+    assert "no effect without --use_gradient_checkpointing" in refused("--checkpoint_blocks", "4")
+
+
 def test_missing_config_file():
     assert "nowhere.yaml" in refused("--config", "nowhere.yaml")
 
