@@ -6,11 +6,15 @@ A block call cannot know at first sight which of its arguments the next one will
 when a later call brings the same storage, the copy is dropped and the tensor kept; the position of that argument is
 remembered for the block, and from the second step on no such copy is made at all.
 
+A limit on the bytes that are parked at a time can be set. A block call that finds it used up keeps its inputs on the
+device and is recomputed from there: counted, said once, never an error.
+
 Who owns a parked tensor: the autograd graph, through the checkpoint's saved arguments, and nothing else. A graph that
 is dropped, an exception in the middle of a step, two forwards before a backward: the host copies go with their graph.
 """
 
 import contextlib
+import logging
 import weakref
 
 import torch
@@ -18,8 +22,14 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
+logger = logging.getLogger(__name__)
+
 # Smaller tensors stay on the device: their copy costs more than their memory is worth.
 MIN_PARKED_BYTES = 1 << 20
+
+# Bytes that this process may have parked at a time; None: no limit.
+_limit_bytes = None
+_warned = False
 
 _counters = dict.fromkeys(("parked_tensors", "parked_bytes", "blocks_refused", "pool_bytes", "pool_peak_bytes"), 0)
 
@@ -46,6 +56,12 @@ def reset_counters():
     """Set the counters to zero; `pool_bytes` goes on describing what is alive, and the peak starts from it."""
     alive = _counters["pool_bytes"]
     _counters.update(dict.fromkeys(_counters, 0), pool_bytes=alive, pool_peak_bytes=alive)
+
+
+def set_limit(num_bytes):
+    """Park at most `num_bytes` at a time from now on, None: without a limit. What is parked already stays."""
+    global _limit_bytes, _warned
+    _limit_bytes, _warned = num_bytes, False
 
 
 class Sighting:
@@ -97,6 +113,18 @@ class ParkedTensor(Sighting):
         return restored.copy_(self.host, non_blocking=True)
 
 
+class KeptTensor(Sighting):
+    """A tensor argument that found no room and stays on its device."""
+
+    def __init__(self, tensor, block, position):
+        super().__init__(tensor, block, position)
+        self.tensor = tensor.detach()
+
+    def restore(self):
+        """Return the tensor."""
+        return self.tensor
+
+
 def _release(nbytes):
     _counters["pool_bytes"] -= nbytes
 
@@ -114,7 +142,7 @@ def parked_inputs(block, tensors):
     parked = _park(block, tensors)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: parked.get(id(tensor), tensor),
-        lambda saved: saved.restore() if isinstance(saved, ParkedTensor) else saved,
+        lambda saved: saved.restore() if isinstance(saved, Sighting) else saved,
     ):
         # The hooks see the checkpoint's arguments, as the very objects that were passed, and nothing of the block's
         # inside, where the checkpoint's own hooks are in force.
@@ -124,12 +152,40 @@ def parked_inputs(block, tensors):
 
 
 def _park(block, tensors):
-    """Copy to host memory what only this call of `block` needs; return `{id(tensor): ParkedTensor}`."""
-    parked = {}
+    """Copy to host memory what only this call of `block` needs; return `{id(tensor): ParkedTensor or KeptTensor}`."""
+    needed = 0 if _limit_bytes is None else _num_bytes_to_park(block, tensors)
+    fits = _limit_bytes is None or _counters["pool_bytes"] + needed <= _limit_bytes
+    saved = {}
     for position, tensor in enumerate(tensors):
-        if sighting := first_sighting(block, position, tensor, ParkedTensor):
-            parked[id(tensor)] = sighting
-    return parked
+        # What does not fit is taken note of as well, so that it is known as shared if another call brings it.
+        if sighting := first_sighting(block, position, tensor, ParkedTensor if fits else KeptTensor):
+            saved[id(tensor)] = sighting
+    if saved and not fits:
+        _refuse(block, needed)
+    return saved
+
+
+def _num_bytes_to_park(block, tensors):
+    """Return how many bytes of `tensors` no other call is known to need."""
+    shared = _shared_positions.get(block, ())
+    return sum(
+        tensor.nbytes
+        for position, tensor in enumerate(tensors)
+        if position not in shared and _can_be_parked(tensor) and tensor.untyped_storage()._cdata not in _sightings
+    )
+
+
+def _refuse(block, needed):
+    """Count a block call whose inputs, of `needed` bytes, stay on the device; say so the first time."""
+    global _warned
+    _counters["blocks_refused"] += 1
+    if not _warned:
+        _warned = True
+        logger.warning(
+            "Of %d bytes for parked inputs %d are in use, and a %s needs %d: its inputs stay on the device, as do "
+            "those of further blocks that find no room. Raise --offload_buffer_size to park them.",
+            *(_limit_bytes, _counters["pool_bytes"], type(block).__name__, needed),
+        )
 
 
 def first_sighting(block, position, tensor, kind=Sighting):

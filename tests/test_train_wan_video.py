@@ -249,6 +249,18 @@ def test_both_experts_in_one_run_equal_two_runs(lora_run, train):
         assert [line["loss"] for line in metrics(alone)] == losses
 
 
+def test_a_full_buffer_changes_nothing(lora_run, train, monkeypatch):
+    """The flag reaches the pool: room for one input of the 48 tokens of 32 numbers for each of two samples."""
+    monkeypatch.setattr(offload, "MIN_PARKED_BYTES", 512)
+    flags = ["--use_gradient_checkpointing_offload", "--offload_buffer_size", "4KB"]
+    offload.reset_counters()
+    other = train("wan_t2v", *LORA, *flags)
+    assert offload.counters()["blocks_refused"] > 0
+    assert offload.counters()["pool_peak_bytes"] <= 4000
+    assert lora_files(other) == lora_files(lora_run("t2v"))
+    offload.set_limit(None)
+
+
 def test_nothing_of_the_first_expert_is_left_when_the_second_is_loaded(train, monkeypatch):
     load, loaded, alive = train_wan_video.pipeline.load_transformer, [], []
 

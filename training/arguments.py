@@ -81,6 +81,18 @@ def _counts(text):
     return values
 
 
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _num_bytes(text):
+    number, unit = text[:-3].strip(), text[-3:]
+    if unit not in _UNITS:
+        number, unit = text[:-2].strip(), text[-2:]
+    if unit not in _UNITS:
+        raise ValueError
+    return int(_non_negative(number) * _UNITS[unit])
+
+
 def _names(text):
     names = [name.strip() for name in text.split(",")]
     if not all(names):
@@ -107,6 +119,7 @@ _ALLOWED = {
     _fraction: "a number from 0 to 1",
     _dropout: "a number from 0 to below 1",
     _counts: "whole numbers with commas between them, not all 0",
+    _num_bytes: "a size with its unit, such as 24GiB or 512MB",
     _names: "names with commas between them",
     _key_value: "key=value",
     str: "text",
@@ -205,6 +218,13 @@ FLAGS = {
             None,
             "Only the first N blocks, with one of the flags above; one number for each block list, or one for all of "
             "them. Default: all blocks.",
+        ),
+        (
+            "offload_buffer_size",
+            _num_bytes,
+            None,
+            "Most host memory per process for parked inputs, such as 24GiB; blocks that find it full keep theirs on "
+            "the device. Default: no limit.",
         ),
     ],
     "training": [
@@ -498,6 +518,8 @@ def _refuse_without_effect(args, given):
             "--checkpoint_blocks has no effect without --use_gradient_checkpointing or "
             "--use_gradient_checkpointing_offload; add one of them."
         )
+    if args.offload_buffer_size is not None and not args.use_gradient_checkpointing_offload:
+        raise RefusedError("--offload_buffer_size has no effect without --use_gradient_checkpointing_offload.")
     if args.min_sigma >= args.max_sigma:
         raise RefusedError(f"--min_sigma {args.min_sigma} must be below --max_sigma {args.max_sigma}.")
 

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
 
+from memory import offload
 from memory.checkpointing import configure_deepspeed_checkpointing
 from memory.plan import MemoryPlan
 from training.errors import RefusedError
@@ -106,6 +107,11 @@ def _complete_deepspeed_config(args, accelerator):
             raise RefusedError(f"{key} is {config[key]} in the DeepSpeed config and {value} by the flags; remove it.")
         config[key] = value
     config["train_batch_size"] = args.train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+    if args.offload_buffer_size is not None and "activation_checkpointing" in config:
+        raise RefusedError(
+            "--offload_buffer_size has no effect with 'activation_checkpointing' in the DeepSpeed config, where "
+            "DeepSpeed does the parking; remove one of the two."
+        )
     try:
         configure_deepspeed_checkpointing(
             config,
@@ -118,11 +124,12 @@ def _complete_deepspeed_config(args, accelerator):
 
 
 def plan_memory(args, block_lists):
-    """Return the `MemoryPlan` that the flags ask for; see `MemoryPlan.from_args`.
+    """Return the `MemoryPlan` that the flags ask for, see `MemoryPlan.from_args`, and limit what may be parked.
 
     Raises:
         RefusedError: They do not fit the block lists of this model.
     """
+    offload.set_limit(args.offload_buffer_size)
     try:
         return MemoryPlan.from_args(args, block_lists)
     except ValueError as error:

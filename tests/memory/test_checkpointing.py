@@ -66,6 +66,7 @@ class Dropout(nn.Module):
 def park_small_tensors(monkeypatch):
     monkeypatch.setattr(offload, "MIN_PARKED_BYTES", 1024)
     yield
+    offload.set_limit(None)
     gc.collect()
     assert offload.counters()["pool_bytes"] == 0, "a host copy outlived its graph"
 
@@ -272,6 +273,53 @@ def test_parked_bytes_are_what_arithmetic_says():
     loss.backward()
     del loss
     assert offload.counters()["pool_bytes"] == 0
+
+
+@pytest.mark.parametrize("room", [0, 1, 0.99, 1.0, 2.5, 4.99, 5.0, 100])
+def test_a_pool_of_any_size_gives_the_same_gradients(room, caplog):
+    """`room` is the limit in inputs of a block. What finds none stays on the device: counted, said once."""
+
+    def steps():
+        torch.manual_seed(0)
+        blocks, parameter = nn.ModuleList(Block() for _ in range(5)), nn.Parameter(torch.randn(TOKENS, 32))
+        for _ in range(3):  # the first step learns which tensors are shared
+            offload.reset_counters()
+            forward_of(blocks, parameter).backward()
+        return [tensor.grad for tensor in (*blocks.parameters(), parameter)], offload.counters()
+
+    expected, without_limit = steps()
+    assert without_limit["blocks_refused"] == 0
+    offload.set_limit(int(room * INPUT_BYTES))
+    grads, counters = steps()
+    assert all(map(torch.equal, grads, expected))
+    parked = min(int(room), 5)
+    assert (counters["parked_tensors"], counters["blocks_refused"]) == (parked, 5 - parked)
+    assert counters["pool_peak_bytes"] == parked * INPUT_BYTES and counters["pool_bytes"] == 0
+    said = [record.getMessage() for record in caplog.records if "--offload_buffer_size" in record.getMessage()]
+    assert len(said) == (parked < 5)
+    if said:
+        assert f"Of {int(room * INPUT_BYTES)} bytes" in said[0] and "a Block needs" in said[0]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 40 * 32 * 4, None])
+def test_equal_to_plain_with_little_room(num_bytes):
+    plain, _ = run_nasty_blocks(False, False)
+    offload.set_limit(num_bytes)
+    ours, _ = run_nasty_blocks(False, True)
+    assert all(map(torch.equal, plain, ours))
+
+
+def test_room_comes_back_with_the_graph():
+    offload.set_limit(3 * 40 * 32 * 4)
+    blocks = [Counted() for _ in range(3)]
+    for _ in range(4):
+        offload.reset_counters()
+        h = torch.randn(40, 32) * 1
+        for block in blocks:
+            h = dispatch(block, False, True, x=h)
+        assert offload.counters()["blocks_refused"] == 0
+        del h  # without a backward pass
+        gc.collect()
 
 
 def test_shared_tensors_do_not_stay_parked_in_the_first_step():

@@ -190,6 +190,26 @@ def test_numbers_of_blocks(config):
     assert "no effect without --use_gradient_checkpointing" in refused("--checkpoint_blocks", "4")
 
 
+@pytest.mark.parametrize(
+    "text, num_bytes",
+    [("24GiB", 24 * 2**30), ("512MB", 512_000_000), ("1.5 KiB", 1536), ("0GB", 0), ("1TiB", 2**40), ("2KB", 2000)],
+)
+def test_memory_sizes(text, num_bytes):
+    assert (
+        parse("--use_gradient_checkpointing_offload", "--offload_buffer_size", text).offload_buffer_size == num_bytes
+    )
+
+
+@pytest.mark.parametrize("text", ["24", "1e9", "-1GB", "GB", "24G", "24gb", "nanGB", "x MB", ""])
+def test_bad_memory_sizes(text):
+    message = refused("--use_gradient_checkpointing_offload", f"--offload_buffer_size={text}")
+    assert "--offload_buffer_size" in message and "such as 24GiB" in message
+
+
+def test_memory_size_without_parking():
+    assert "no effect without --use_gradient_checkpointing_offload" in refused("--offload_buffer_size", "1GB")
+
+
 def test_missing_config_file():
     assert "nowhere.yaml" in refused("--config", "nowhere.yaml")
 
