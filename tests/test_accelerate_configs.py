@@ -126,7 +126,7 @@ def test_deepspeed_config_that_accelerate_makes_of_it(stage, monkeypatch):
 def test_flags_complete_stage_2_and_refuse_stage_3(monkeypatch):
     flags = {"train_batch_size": 2, "gradient_accumulation_steps": 4, "max_grad_norm": 0.5}
     switches = {"use_gradient_checkpointing": True, "use_gradient_checkpointing_offload": False}
-    args = argparse.Namespace(training_mode="lora", **flags, **switches)
+    args = argparse.Namespace(training_mode="lora", offload_buffer_size=None, **flags, **switches)
     accelerator = argparse.Namespace(num_processes=8, device="cuda")
 
     accelerator.deepspeed_plugin = deepspeed_plugin("deepspeed_zero2", monkeypatch)
@@ -140,10 +140,30 @@ def test_flags_complete_stage_2_and_refuse_stage_3(monkeypatch):
         _complete_deepspeed_config(args, accelerator)
 
 
+def test_buffer_size_without_effect_under_deepspeed_is_refused(monkeypatch):
+    flags = {
+        "train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 1.0,
+        "offload_buffer_size": 2**30,
+    }
+    switches = {"use_gradient_checkpointing": True, "use_gradient_checkpointing_offload": True}
+    args = argparse.Namespace(training_mode="lora", **flags, **switches)
+    accelerator = argparse.Namespace(num_processes=1, device="cuda")
+    accelerator.deepspeed_plugin = deepspeed_plugin("deepspeed_zero2", monkeypatch)
+    _complete_deepspeed_config(args, accelerator)
+    accelerator.deepspeed_plugin.deepspeed_config["activation_checkpointing"] = {"cpu_checkpointing": True}
+    with pytest.raises(RefusedError, match="--offload_buffer_size has no effect"):
+        _complete_deepspeed_config(args, accelerator)
+
+
 @pytest.mark.slow
 def test_scripts_accept_stage_2_and_refuse_stage_3(tmp_path):
-    """At stage 2 the first thing that is wrong is the dataset; stage 3 is refused before anyone looks for it."""
-    expected = {2: "no such folder anywhere", 3: "DeepSpeed ZeRO stage 3 .* is not supported"}
+    """At stage 2 the first thing that is wrong is the model; stage 3 is refused before anyone looks for it."""
+    expected = {
+        2: "--pretrained_model_name_or_path no such model cannot be read",
+        3: "DeepSpeed ZeRO stage 3 .* is not supported",
+    }
     flags = ["--pretrained_model_name_or_path", "no such model", "--dataset_path", "no such folder anywhere"]
     flags += ["--output_dir", str(tmp_path / "output")]
     alone = ["--num_processes", "1", "--main_process_port", "0"]
