@@ -131,8 +131,11 @@ def main(args):
     values = {"experts": variant.experts, "lora_target_modules": ",".join(pipeline.default_lora_targets(skeleton))}
     resolve_for_model(args, dataclasses.asdict(variant) | values)
     task = args.task or variant.tasks[0]
-    if args.num_frames < pipeline.min_frames(task):
-        raise RefusedError(f"--num_frames is {args.num_frames}; with a frame given ({task}) at least 5 are needed.")
+    min_frames = pipeline.min_frames(task)
+    if args.num_frames < min_frames:
+        raise RefusedError(
+            f"--num_frames is {args.num_frames}; with a frame given ({task}) at least {min_frames} are needed."
+        )
     experts = variant.experts if args.expert == "both" else (args.expert,)
     places = {expert: pipeline.transformer_subfolder(expert) for expert in experts}
     optimizer_class, optimizer_arguments = find_optimizer(args)
@@ -164,7 +167,7 @@ def main(args):
         fps=args.fps,
         clip_part=args.clip_part,
         seed=args.seed,
-        min_frames=pipeline.min_frames(task),
+        min_frames=min_frames,
     )
     items = [(row, record) for row, record in zip(rows, records, strict=True) if record["decision"] == "used"]
     sizes = [record["used"]["size"] for _, record in items]

@@ -23,12 +23,12 @@ def _is_single_file(transformer_path):
     return transformer_path is not None and transformer_path.lower().endswith(".safetensors")
 
 
-def _diffusers_names(transformer, names):
-    """Return `{name in a single file: name in diffusers}`, from the authors' layout or from diffusers' own."""
+def _names_in_file(transformer, names):
+    """Return `{name in diffusers: name in a single file}`, of a file in the authors' layout or in diffusers' own."""
+    names = {name: name for name in names}
     if set(transformer.state_dict()) <= set(names):
-        return {name: name for name in names}
-    rename = SINGLE_FILE_LOADABLE_CLASSES[type(transformer).__name__]["checkpoint_mapping_fn"]
-    return {original: name for name, original in rename({name: name for name in names}).items()}
+        return names
+    return SINGLE_FILE_LOADABLE_CLASSES[type(transformer).__name__]["checkpoint_mapping_fn"](names)
 
 
 def load_transformer(
@@ -52,14 +52,13 @@ def load_transformer(
         model_class, pretrained_model_name_or_path, transformer_path=transformer_path, subfolder=subfolder, **hub
     )
     tensors = safetensors.torch.load_file(transformer_path)
-    names = _diffusers_names(transformer, tensors)
+    names = _names_in_file(transformer, tensors)
     in_fp32 = set(model_class._keep_in_fp32_modules or ())
     state_dict = {
-        name: tensors[original].to(torch.float32 if in_fp32 & set(name.split(".")) else dtype)
-        for original, name in names.items()
+        name: tensors[names[name]].to(torch.float32 if in_fp32 & set(name.split(".")) else dtype)
+        for name in transformer.state_dict()
     }
-    expected = transformer.state_dict()
-    transformer.load_state_dict({name: state_dict[name] for name in expected}, assign=True)
+    transformer.load_state_dict(state_dict, assign=True)
     return transformer.eval()
 
 
@@ -121,8 +120,7 @@ def check_weights(skeleton, pretrained_model_name_or_path, *, transformer_path=N
             raise ValueError(f"{file} is not a safetensors file ({error})") from None
     held, example = len(shapes), min(shapes, default="none")
     if _is_single_file(transformer_path):
-        names = _diffusers_names(skeleton, shapes)
-        shapes = {names[original]: shape for original, shape in shapes.items() if original in names}
+        shapes = {name: shapes[original] for name, original in _names_in_file(skeleton, shapes).items()}
     expected = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
     missing = [name for name in expected if name not in shapes]
     if missing:

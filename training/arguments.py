@@ -547,6 +547,11 @@ def _resolve(args):
         args.weight_decay = None if "." in args.optimizer else 0.01
 
 
+def round_down_frames(num_frames):
+    """Return the largest number of frames of at most `num_frames` (1 or more) that the video VAEs take: 4n + 1."""
+    return (num_frames - 1) // 4 * 4 + 1
+
+
 def resolve_for_model(args, values):
     """Fill in the defaults that depend on the model, and check what it allows.
 
@@ -580,7 +585,7 @@ def resolve_for_model(args, values):
     for name in ("num_frames", "fps"):
         if getattr(args, name) is DERIVED:
             setattr(args, name, values[name])
-    num_frames = (args.num_frames - 1) // 4 * 4 + 1
+    num_frames = round_down_frames(args.num_frames)
     if num_frames != args.num_frames:
         logger.warning(
             "--num_frames %d is rounded down to %d: the VAE takes 4n + 1 frames.", args.num_frames, num_frames

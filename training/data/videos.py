@@ -22,6 +22,7 @@ import torch
 from av.video.reformatter import ColorRange, Colorspace, ColorTrc, Interpolation
 from PIL import Image
 
+from training.arguments import round_down_frames
 from training.data.images import cover_and_crop, inspect_each, on_white, open_image, row_name, target_size, to_tensor
 from training.data.metadata import IMAGE_SUFFIXES, first_five
 from training.errors import RefusedError
@@ -82,7 +83,10 @@ def inspect_clips(rows, *, height, width, max_pixels, divisor, num_frames, fps, 
     Raises:
         RefusedError: If clips are bad, or all are dropped; lists all of them with their reasons.
     """
-    assert num_frames % 4 == 1 and clip_part in ("start", "middle", "random"), (num_frames, clip_part)
+    assert num_frames == round_down_frames(num_frames) and clip_part in ("start", "middle", "random"), (
+        num_frames,
+        clip_part,
+    )
     inspect = partial(
         _inspect,
         size_of=partial(target_size, height=height, width=width, max_pixels=max_pixels, divisor=divisor),
@@ -138,7 +142,7 @@ def _inspect(row, *, size_of, num_frames, fps, clip_part, seed, min_frames):
     # single frame is a picture, however long it is shown.
     last = math.floor((times[-1] - times[0] + late) * fps)
     available = max(round(duration * fps), last + 1) if len(times) > 1 else 1
-    num_used = (min(num_frames, available) - 1) // 4 * 4 + 1
+    num_used = round_down_frames(min(num_frames, available))
     if num_used < min_frames:
         if len(times) == 1:
             record["reason"] = "a single frame cannot be used for image-to-video"
