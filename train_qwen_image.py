@@ -172,7 +172,7 @@ def main(args):
         transformer = pipeline.load_transformer(model, dtype=dtype, transformer_path=args.transformer_path, **hub)
     if args.training_mode == "lora":
         add_lora(transformer, targets, args)
-        if initial:
+        if initial and checkpoint is None:
             accelerator.print(start_from(transformer, initial))
     else:
         train_all_weights(transformer, never_trained=never_trained)

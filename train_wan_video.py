@@ -217,6 +217,7 @@ def main(args):
 
     def train_expert(expert, steps_before):
         # A function, so that nothing of one expert is left when the next is loaded.
+        resumed_steps = max(resumed["step"] - steps_before, 0)
         dataset = TrainingDataset(
             samples,
             laws[expert],
@@ -232,7 +233,7 @@ def main(args):
             )
         if args.training_mode == "lora":
             add_lora(transformer, targets, args)
-            if initial[expert]:
+            if initial[expert] and not resumed_steps:
                 accelerator.print(start_from(transformer, initial[expert]))
         else:
             train_all_weights(transformer, never_trained=never_trained)
@@ -246,7 +247,6 @@ def main(args):
         # ---- training and its results
         accelerator.print(batches.describe(last_step))
         run = RunRecord(accelerator, args, plan=plan, module=module, records=records, never_trained=never_trained)
-        resumed_steps = max(resumed["step"] - steps_before, 0)
         train(
             start_accelerator(args),  # one for each, since it holds on to what it has prepared
             module,

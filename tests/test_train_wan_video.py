@@ -261,6 +261,19 @@ def test_a_full_buffer_changes_nothing(lora_run, train, monkeypatch):
     offload.set_limit(None)
 
 
+def test_a_resumed_run_does_not_say_that_it_starts_from_a_lora(lora_run, train, tmp_path, capfd):
+    """Steps 1 to 3 are of the first expert, which goes on; the second starts from its file."""
+    init = ["--lora_init_path", str(lora_run("t2v_a14b"))]
+    flags = [*LORA, *init, "--expert", "both", "--checkpointing_steps", "2"]
+    whole = train("wan_t2v_a14b", *flags)
+    assert capfd.readouterr().out.count("start from the weights") == 2
+    shutil.copytree(whole / "checkpoint-2", tmp_path / "checkpoint-2")
+    shutil.copy(whole / "metrics.jsonl", tmp_path)
+    train("wan_t2v_a14b", *flags, "--resume_from_checkpoint", "latest", output_dir=tmp_path)
+    assert capfd.readouterr().out.count("start from the weights") == 1
+    assert lora_files(tmp_path) == lora_files(whole) and metrics(tmp_path) == metrics(whole)
+
+
 def test_nothing_of_the_first_expert_is_left_when_the_second_is_loaded(train, monkeypatch):
     load, loaded, alive = train_wan_video.pipeline.load_transformer, [], []
 
