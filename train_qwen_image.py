@@ -45,16 +45,17 @@ from diffusers.training_utils import free_memory
 from pipelines import qwen_image as pipeline
 from training.checkpoints import find_checkpoint
 from training.data.batches import TrainingDataset, plan_batches
-from training.data.encoding import encode_captions, encode_media, warn_of_truncated_captions
+from training.data.encoding import count_caption_tokens, encode_captions, encode_media
 from training.data.images import inspect_rows, read_picture
 from training.data.metadata import read_rows
 from training.errors import refuse_unreadable_model
 from training.export import export
 from training.flow_matching import sigma_law
-from training.launch import make_output_dir, plan_memory, start_accelerator
+from training.forecast import Launch, RunForecast, plan_memory
+from training.launch import make_output_dir, start_accelerator
 from training.loop import train
 from training.lora_init import read_initial_lora, start_from
-from training.module import DiffusionTrainingModule, add_lora, find_lora_targets, train_all_weights
+from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
 from training.reporting import RunRecord
 
@@ -109,15 +110,17 @@ def main(args):
 
     # ---- all that can be refused, before a model is loaded
     with refuse_unreadable_model(args):
-        skeleton = pipeline.load_transformer_skeleton(model, transformer_path=args.transformer_path, **hub)
+        skeleton = pipeline.load_transformer_skeleton(
+            model, dtype=dtype, transformer_path=args.transformer_path, **hub
+        )
         scheduler = pipeline.load_scheduler(model, **hub)
+        tokenizer = pipeline.load_tokenizer(model, **hub)
     optimizer_class, optimizer_arguments = find_optimizer(args)
     checkpoint, resumed = find_checkpoint(args)
     never_trained = pipeline.never_trained_modules(skeleton)
     if args.training_mode == "lora":
         targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
         initial = read_initial_lora(args, QwenImagePipeline.lora_state_dict, skeleton, targets)
-    plan = plan_memory(args, pipeline.block_lists(skeleton))
     rows = read_rows(
         args.dataset_path,
         dataset_metadata=args.dataset_metadata,
@@ -138,16 +141,45 @@ def main(args):
         resumed=resumed,
         model=pipeline.describe(skeleton),
     )
-    with refuse_unreadable_model(args):
-        pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path)
+    captions = [row.caption for row, _ in items] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
+    num_tokens = count_caption_tokens(captions, partial(pipeline.count_prompt_tokens, tokenizer))
+
+    def make_module(args, transformer, names, **memory_arguments):
+        make_trainable(transformer, args, names)
+        return QwenImageTrainingModule(transformer, loss_weighting=args.loss_weighting, **memory_arguments)
+
+    names = targets if args.training_mode == "lora" else never_trained
+    parameters = parameters_to_train(skeleton, args, names)
+    forecast = RunForecast(
+        args,
+        Launch.of(args, accelerator),
+        skeleton=skeleton,
+        block_lists=pipeline.block_lists(skeleton),
+        shrink=partial(pipeline.shrink, skeleton, dtype=dtype),
+        make_module=make_module,
+        names=names,
+        parameters=parameters,
+        optimizer=(optimizer_class, optimizer_arguments),
+        encoders=partial(pipeline.encoder_skeletons, model, num_tokens=max(num_tokens), **hub),
+        records=[record for _, record in items],
+        captions_differ=len(set(num_tokens)) > 1,
+    )
+    plan = plan_memory(args, forecast)
+    if not args.dry_run:
+        with refuse_unreadable_model(args):
+            pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path)
     make_output_dir(output_dir)
+    accelerator.print(batches.describe(last_step))
+    run = RunRecord(accelerator, args, plan=plan, parameters=parameters, forecast=forecast, records=records)
+    if never_trained:
+        accelerator.print(f"never trained, since they get no gradient: {', '.join(never_trained)}")
+    if args.dry_run:
+        return
 
     # ---- the encoders, each used once and let go
     with refuse_unreadable_model(args):
         prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
         vae = pipeline.load_vae(model, device="cpu", **hub)
-    captions = [row.caption for row, _ in items] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
-    warn_of_truncated_captions(captions, partial(pipeline.count_prompt_tokens, prompt_encoder))
     embeds = encode_captions(captions, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
     del prompt_encoder
     free_memory()
@@ -170,19 +202,11 @@ def main(args):
     # ---- the transformer
     with refuse_unreadable_model(args):
         transformer = pipeline.load_transformer(model, dtype=dtype, transformer_path=args.transformer_path, **hub)
-    if args.training_mode == "lora":
-        add_lora(transformer, targets, args)
-        if initial and checkpoint is None:
-            accelerator.print(start_from(transformer, initial))
-    else:
-        train_all_weights(transformer, never_trained=never_trained)
-    module = QwenImageTrainingModule(
-        transformer, loss_weighting=args.loss_weighting, **plan.arguments("transformer_blocks")
-    )
+    module = make_module(args, transformer, names, **plan.arguments("transformer_blocks"))
+    if args.training_mode == "lora" and initial and checkpoint is None:
+        accelerator.print(start_from(transformer, initial))
 
     # ---- training and its results
-    accelerator.print(batches.describe(last_step))
-    run = RunRecord(accelerator, args, plan=plan, module=module, records=records, never_trained=never_trained)
     train(
         accelerator,
         module,

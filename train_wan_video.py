@@ -51,16 +51,17 @@ from diffusers.training_utils import free_memory
 from pipelines import wan_video as pipeline
 from training.checkpoints import find_checkpoint
 from training.data.batches import TrainingDataset, plan_batches
-from training.data.encoding import encode_captions, encode_media, warn_of_truncated_captions
+from training.data.encoding import count_caption_tokens, encode_captions, encode_media
 from training.data.metadata import IMAGE_SUFFIXES, read_rows
 from training.data.videos import VIDEO_SUFFIXES, inspect_clips, read_clip
 from training.errors import RefusedError, refuse_unreadable_model
 from training.export import LORA_FILE, export
 from training.flow_matching import sigma_law
-from training.launch import make_output_dir, plan_memory, start_accelerator
+from training.forecast import Launch, RunForecast, plan_memory
+from training.launch import make_output_dir, start_accelerator
 from training.loop import train
 from training.lora_init import read_initial_lora, start_from
-from training.module import DiffusionTrainingModule, add_lora, find_lora_targets, train_all_weights
+from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
 from training.reporting import RunRecord
 
@@ -127,7 +128,8 @@ def main(args):
     # ---- all that can be refused, before a model is loaded
     with refuse_unreadable_model(args):
         variant = pipeline.find_variant(model, **hub)
-        skeleton = pipeline.load_transformer_skeleton(model, transformer_path=args.transformer_path, **hub)
+        skeleton = pipeline.load_transformer_skeleton(model, dtype=dtype, transformer_path=args.transformer_path, **hub)
+        tokenizer = pipeline.load_tokenizer(model, **hub)
     values = {"experts": variant.experts, "lora_target_modules": ",".join(pipeline.default_lora_targets(skeleton))}
     resolve_for_model(args, dataclasses.asdict(variant) | values)
     task = args.task or variant.tasks[0]
@@ -147,7 +149,6 @@ def main(args):
             raise RefusedError("--lora_target_modules names no layer in a block; diffusers loads no such Wan LoRA.")
         read = partial(read_initial_lora, args, WanPipeline.lora_state_dict, skeleton, targets)
         initial = {expert: read(expert=expert) for expert in experts}
-    plan = plan_memory(args, pipeline.block_lists(skeleton))
     rows = read_rows(
         args.dataset_path,
         dataset_metadata=args.dataset_metadata,
@@ -192,17 +193,48 @@ def main(args):
                 f"--resume_from_checkpoint: the checkpoint is of a later expert, and {output_dir} does not have the "
                 f"LoRA of {expert}; resume in the --output_dir of that run."
             )
-    with refuse_unreadable_model(args):
-        for subfolder in places.values():
-            pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path, subfolder=subfolder)
+    captions = [row.caption for row, _ in items] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
+    count_caption_tokens(captions, partial(pipeline.count_prompt_tokens, tokenizer))
+
+    def make_module(args, transformer, names, **memory_arguments):
+        make_trainable(transformer, args, names)
+        return WanVideoTrainingModule(
+            transformer,
+            first_frame_is_clean=variant.expand_timesteps and task == "i2v",
+            loss_weighting=args.loss_weighting,
+            **memory_arguments,
+        )
+
+    names = targets if args.training_mode == "lora" else never_trained
+    parameters = parameters_to_train(skeleton, args, names)
+    forecast = RunForecast(
+        args,
+        Launch.of(args, accelerator),
+        skeleton=skeleton,
+        block_lists=pipeline.block_lists(skeleton),
+        shrink=partial(pipeline.shrink, skeleton, dtype=dtype),
+        make_module=make_module,
+        names=names,
+        parameters=parameters,
+        optimizer=(optimizer_class, optimizer_arguments),
+        encoders=partial(pipeline.encoder_skeletons, model, task=task, **hub),
+        records=[record for _, record in items],
+    )
+    plan = plan_memory(args, forecast)
+    if not args.dry_run:
+        with refuse_unreadable_model(args):
+            for subfolder in places.values():
+                pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path, subfolder=subfolder)
     make_output_dir(output_dir)
+    accelerator.print(batches.describe(last_step))
+    run = RunRecord(accelerator, args, plan=plan, parameters=parameters, forecast=forecast, records=records)
+    if args.dry_run:
+        return
 
     # ---- the encoders, each used once and let go
     with refuse_unreadable_model(args):
         prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
         clip_encoder = pipeline.load_clip_encoder(model, device="cpu", **hub)
-    captions = [row.caption for row, _ in items] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
-    warn_of_truncated_captions(captions, partial(pipeline.count_prompt_tokens, prompt_encoder))
     embeds = encode_captions(captions, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
     del prompt_encoder
     free_memory()
@@ -231,22 +263,11 @@ def main(args):
             transformer = pipeline.load_transformer(
                 model, dtype=dtype, transformer_path=args.transformer_path, subfolder=places[expert], **hub
             )
-        if args.training_mode == "lora":
-            add_lora(transformer, targets, args)
-            if initial[expert] and not resumed_steps:
-                accelerator.print(start_from(transformer, initial[expert]))
-        else:
-            train_all_weights(transformer, never_trained=never_trained)
-        module = WanVideoTrainingModule(
-            transformer,
-            first_frame_is_clean=variant.expand_timesteps and task == "i2v",
-            loss_weighting=args.loss_weighting,
-            **plan.arguments("blocks"),
-        )
+        module = make_module(args, transformer, names, **plan.arguments("blocks"))
+        if args.training_mode == "lora" and initial[expert] and not resumed_steps:
+            accelerator.print(start_from(transformer, initial[expert]))
 
         # ---- training and its results
-        accelerator.print(batches.describe(last_step))
-        run = RunRecord(accelerator, args, plan=plan, module=module, records=records, never_trained=never_trained)
         train(
             start_accelerator(args),  # one for each, since it holds on to what it has prepared
             module,
@@ -275,13 +296,14 @@ def main(args):
                 places=places,
                 further_info={"sigma_range": "{} to {}".format(*variant.sigma_range(expert))},
             )
-            run.finish()
         accelerator.wait_for_everyone()
 
     for stage, expert in enumerate(experts):
         if resumed["step"] <= (stage + 1) * last_step:  # else its file is there already
             train_expert(expert, stage * last_step)
             free_memory()
+    if accelerator.is_main_process:
+        run.finish()
     accelerator.end_training()
 
 

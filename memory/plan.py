@@ -1,9 +1,22 @@
-"""MemoryPlan: for each block of each block list, where its activations live."""
+"""MemoryPlan: for each block of each block list, where its activations live; from the flags, or from a budget."""
 
 import dataclasses
+import itertools
 
 
 KEEP, RECOMPUTE, PARK = "keep", "recompute", "park"
+
+
+class BudgetError(ValueError):
+    """No plan fits.
+
+    Args:
+        smallest_bytes (`int`): The smallest budget that a plan fits.
+    """
+
+    def __init__(self, smallest_bytes):
+        super().__init__(f"no plan takes less than {smallest_bytes} bytes")
+        self.smallest_bytes = smallest_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +67,45 @@ class MemoryPlan:
                 modes[last] = modes[last][:-1] + (RECOMPUTE,)
         return cls(modes)
 
+    @classmethod
+    def from_budget(cls, block_lists, budget_bytes, *, peak_bytes, parked_bytes, seconds, host_bytes=None):
+        """Make the fastest plan that fits.
+
+        Looked through are all plans that recompute the blocks up to one and keep those after it: what is kept last is
+        needed first, so it is gone from memory when the others are recomputed. Of the recomputed ones those up to
+        another are parked. A larger budget never gives a slower plan.
+
+        Args:
+            block_lists (`dict[str, int]`): As for `from_args`.
+            budget_bytes (`int`): What the device has for the whole run.
+            peak_bytes (`Callable[[dict], int]`): From the modes of a plan to the peak of the whole run.
+            parked_bytes (`Callable[[dict], int]`): From the modes of a plan to the bytes that it parks.
+            seconds (`Callable[[dict], float]`): From the modes of a plan to the time that it adds to a step.
+            host_bytes (`int`, *optional*): The most that may be parked.
+
+        Raises:
+            BudgetError: None fits.
+        """
+        plans = list(cls._candidates(block_lists))
+        if host_bytes is not None:
+            plans = [plan for plan in plans if parked_bytes(plan.modes) <= host_bytes]
+        # Of plans that take equally long the one that parks less; the sort is stable.
+        plans.sort(key=lambda plan: (seconds(plan.modes), parked_bytes(plan.modes)))
+        for plan in plans:
+            if peak_bytes(plan.modes) <= budget_bytes:
+                return plan
+        raise BudgetError(min(peak_bytes(plan.modes) for plan in plans))
+
+    @classmethod
+    def _candidates(cls, block_lists):
+        num_blocks = sum(block_lists.values())
+        for num_recomputed in range(num_blocks + 1):
+            # Never the very last block, which is recomputed first, at once.
+            for num_parked in range(min(num_recomputed, num_blocks - 1) + 1):
+                modes = [PARK] * num_parked + [RECOMPUTE] * (num_recomputed - num_parked)
+                modes = iter(modes + [KEEP] * (num_blocks - num_recomputed))
+                yield cls({name: tuple(itertools.islice(modes, count)) for name, count in block_lists.items()})
+
     def arguments(self, block_list):
         """Return the two memory arguments of a `model_fn`, each a list with one `bool` per block."""
         modes = self.modes[block_list]
@@ -63,12 +115,19 @@ class MemoryPlan:
         }
 
     def describe(self):
-        """Return one line per block list, for a person."""
-        return [
-            f"{name}: {sum(mode != KEEP for mode in modes)} of {len(modes)} blocks checkpointed, "
-            f"{modes.count(PARK)} offloaded"
-            for name, modes in self.modes.items()
-        ]
+        """Return for a person one line per block list, and one per run of equal blocks."""
+        lines = []
+        for name, modes in self.modes.items():
+            num_checkpointed = sum(mode != KEEP for mode in modes)
+            lines.append(
+                f"{name}: {num_checkpointed} of {len(modes)} blocks checkpointed, {modes.count(PARK)} offloaded"
+            )
+            first = 0
+            for mode, run in itertools.groupby(modes):
+                last = first + len(list(run)) - 1
+                lines.append(f"  {name}.{first}" + (f" to {last}" if last > first else "") + f": {mode}")
+                first = last + 1
+        return lines
 
 
 def per_block(flag, num_blocks):

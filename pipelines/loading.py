@@ -53,19 +53,42 @@ def load_transformer(
     )
     tensors = safetensors.torch.load_file(transformer_path)
     names = _names_in_file(transformer, tensors)
-    in_fp32 = set(model_class._keep_in_fp32_modules or ())
     state_dict = {
-        name: tensors[names[name]].to(torch.float32 if in_fp32 & set(name.split(".")) else dtype)
-        for name in transformer.state_dict()
+        name: tensors[names[name]].to(_dtype_as_loaded(model_class, name, dtype)) for name in transformer.state_dict()
     }
     transformer.load_state_dict(state_dict, assign=True)
     return transformer.eval()
 
 
+def _dtype_as_loaded(model_class, name, dtype):
+    """Return the dtype that `from_pretrained` gives to a parameter, which may not be the `dtype` asked for."""
+    return torch.float32 if set(model_class._keep_in_fp32_modules or ()) & set(name.split(".")) else dtype
+
+
+def _without_memory(model_class, config, dtype, **changes):
+    with init_empty_weights():
+        transformer = model_class.from_config(config, **changes)
+    for name, parameter in transformer.named_parameters():
+        parameter.data = parameter.data.to(_dtype_as_loaded(model_class, name, dtype))
+    return transformer
+
+
+def shrink(skeleton, *, dtype):
+    """Return a skeleton like this one, with three blocks in its list or fewer if it has fewer."""
+    num_layers = min(skeleton.config.num_layers, 3)
+    return _without_memory(type(skeleton), skeleton.config, dtype, num_layers=num_layers)
+
+
 def load_transformer_skeleton(
-    model_class, pretrained_model_name_or_path, *, transformer_path=None, subfolder="transformer", **hub
+    model_class,
+    pretrained_model_name_or_path,
+    *,
+    dtype=torch.float32,
+    transformer_path=None,
+    subfolder="transformer",
+    **hub,
 ):
-    """Build a transformer from its config alone, without memory for its weights, to look at names and counts.
+    """Build a transformer from its config alone, without memory for its weights, to look at names, shapes and dtypes.
 
     Raises:
         OSError: There is no such folder or file.
@@ -86,8 +109,7 @@ def load_transformer_skeleton(
     name = config.get("_class_name", model_class.__name__)
     if name != model_class.__name__:
         raise ValueError(f"its transformer is a {name}; allowed is {model_class.__name__}")
-    with init_empty_weights():
-        return model_class.from_config(config)
+    return _without_memory(model_class, config, dtype)
 
 
 def describe(transformer):

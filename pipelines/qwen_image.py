@@ -8,6 +8,7 @@ import functools
 import math
 
 import torch
+from accelerate import init_empty_weights
 from diffusers import (
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
@@ -16,6 +17,7 @@ from diffusers import (
 )
 from diffusers.models.transformers.transformer_qwenimage import compute_text_seq_len_from_mask
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
 from memory.checkpointing import gradient_checkpoint_forward
 from memory.plan import per_block
@@ -24,6 +26,9 @@ from pipelines import loading
 
 # The VAE halves each side three times and the transformer takes patches of 2x2 latents.
 SIZE_DIVISOR = 16
+
+# What the stock pipeline puts before each caption, and takes off its embedding again.
+PROMPT_TEMPLATE_TOKENS = 34
 
 
 def load_prompt_encoder(pretrained_model_name_or_path, *, device, dtype=torch.bfloat16, **hub):
@@ -36,6 +41,12 @@ def load_prompt_encoder(pretrained_model_name_or_path, *, device, dtype=torch.bf
         pretrained_model_name_or_path, transformer=None, vae=None, dtype=dtype, **hub
     )
     return pipeline.to(device)
+
+
+def load_tokenizer(pretrained_model_name_or_path, **hub):
+    """Load the stock pipeline with nothing but its tokenizer."""
+    parts = {"text_encoder": None, "transformer": None, "vae": None}
+    return QwenImagePipeline.from_pretrained(pretrained_model_name_or_path, **parts, **hub)
 
 
 def load_vae(pretrained_model_name_or_path, *, device, **hub):
@@ -51,6 +62,7 @@ load_transformer_skeleton = functools.partial(loading.load_transformer_skeleton,
 load_scheduler = functools.partial(loading.load_scheduler, FlowMatchEulerDiscreteScheduler)
 check_weights = loading.check_weights
 describe = loading.describe
+shrink = loading.shrink
 
 
 def never_trained_modules(transformer):
@@ -76,6 +88,38 @@ def encode_prompt(pipeline, prompt):
     """
     prompt_embeds, _ = pipeline.encode_prompt(prompt)
     return prompt_embeds[0]
+
+
+def encoder_skeletons(pretrained_model_name_or_path, *, num_tokens, height, width, revision=None, **hub):
+    """Build the encoders from their configs alone, without memory for their weights.
+
+    Args:
+        num_tokens (`int`): Of the longest caption.
+        height, width (`int`): Of a picture, in pixels.
+
+    Returns:
+        `dict[str, tuple[list[nn.Module], Callable[[], dict[str, torch.Tensor]]]]`: Phase -> its modules, on the meta
+        device, and what runs them, once they are elsewhere, as encoding a caption or a picture does. Together the
+        results are what a sample holds.
+    """
+    source = {"pretrained_model_name_or_path": pretrained_model_name_or_path, "revision": revision}
+    config = AutoConfig.from_pretrained(subfolder="text_encoder", **source)
+    with init_empty_weights():
+        text_encoder = Qwen2_5_VLForConditionalGeneration(config)
+        vae = AutoencoderKLQwenImage.from_config(AutoencoderKLQwenImage.load_config(subfolder="vae", **source))
+    text_encoder.to(torch.bfloat16)
+
+    def encode_prompt():
+        input_ids = torch.zeros(1, PROMPT_TEMPLATE_TOKENS + num_tokens, dtype=torch.long)
+        encoded = text_encoder(
+            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), output_hidden_states=True
+        )
+        return {"prompt_embeds": encoded.hidden_states[-1][0, PROMPT_TEMPLATE_TOKENS:]}
+
+    def encode_pixels():
+        return encode_image(vae, torch.empty(3, height, width))
+
+    return {"text encoder": ([text_encoder], encode_prompt), "VAE": ([vae], encode_pixels)}
 
 
 def count_prompt_tokens(pipeline, prompt):

@@ -11,9 +11,11 @@ import re
 
 import ftfy  # noqa: F401  without it the stock pipeline leaves out a part of its cleaning of prompts, and says nothing
 import torch
+from accelerate import init_empty_weights
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from PIL import Image
+from transformers import AutoConfig, CLIPVisionConfig, CLIPVisionModel, UMT5EncoderModel
 
 from memory.checkpointing import gradient_checkpoint_forward
 from memory.plan import per_block
@@ -131,6 +133,7 @@ load_transformer = functools.partial(loading.load_transformer, WanTransformer3DM
 load_transformer_skeleton = functools.partial(loading.load_transformer_skeleton, WanTransformer3DModel)
 check_weights = loading.check_weights
 describe = loading.describe
+shrink = loading.shrink
 
 
 def load_prompt_encoder(pretrained_model_name_or_path, *, device, dtype=torch.bfloat16, **hub):
@@ -143,6 +146,12 @@ def load_prompt_encoder(pretrained_model_name_or_path, *, device, dtype=torch.bf
         pretrained_model_name_or_path, transformer=None, transformer_2=None, vae=None, dtype=dtype, **hub
     )
     return pipeline.to(device)
+
+
+def load_tokenizer(pretrained_model_name_or_path, **hub):
+    """Load the stock pipeline with nothing but its tokenizer."""
+    parts = {"text_encoder": None, "transformer": None, "transformer_2": None, "vae": None}
+    return WanPipeline.from_pretrained(pretrained_model_name_or_path, **parts, **hub)
 
 
 def load_clip_encoder(pretrained_model_name_or_path, *, device, **hub):
@@ -238,6 +247,49 @@ def _prepare_condition(pipeline, image, last_image, *, num_frames):
 def _to_image(frame):
     """Turn a frame (3, height, width) in [-1, 1] back into the picture that it was."""
     return Image.fromarray(((frame + 1) * 127.5).round().byte().permute(1, 2, 0).cpu().numpy())
+
+
+def encoder_skeletons(pretrained_model_name_or_path, *, task, height, width, num_frames, revision=None, **_):
+    """Build the encoders from their configs alone, without memory for their weights.
+
+    Args:
+        task (`str`): See `encode_clip`.
+        height, width (`int`), num_frames (`int`): Of a clip, in pixels and frames.
+
+    Returns:
+        `dict[str, tuple[list[nn.Module], Callable[[], dict[str, torch.Tensor]]]]`: Phase -> its modules, on the meta
+        device, and what runs them, once they are elsewhere, as encoding a caption or a clip does. Together the results
+        are what a sample holds.
+    """
+    source = {"pretrained_model_name_or_path": pretrained_model_name_or_path, "revision": revision}
+    index = WanPipeline.load_config(**source)
+    config = AutoConfig.from_pretrained(subfolder="text_encoder", **source)
+    with init_empty_weights():
+        text_encoder = UMT5EncoderModel(config)
+        vae = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(subfolder="vae", **source))
+        image_encoder = None
+        if index.get("image_encoder", (None, None))[0] is not None:
+            image_encoder = CLIPVisionModel(CLIPVisionConfig.from_pretrained(subfolder="image_encoder", **source))
+    text_encoder.to(torch.bfloat16)
+
+    def encode_prompt():
+        input_ids = torch.zeros(1, MAX_SEQUENCE_LENGTH, dtype=torch.long)
+        return {"prompt_embeds": text_encoder(input_ids, torch.ones_like(input_ids)).last_hidden_state[0]}
+
+    def encode_pixels():
+        # The image encoder runs beside it: its processor goes through Pillow, which needs a content.
+        parts = dict.fromkeys(("tokenizer", "text_encoder", "transformer", "transformer_2", "scheduler"))
+        parts |= {"vae": vae, "image_encoder": None, "image_processor": None}
+        pipeline = WanImageToVideoPipeline(**parts, expand_timesteps=index.get("expand_timesteps", False))
+        sample = encode_clip(pipeline, torch.empty(3, num_frames, height, width), task=task)
+        if image_encoder is not None:
+            side, num_images = image_encoder.config.image_size, 2 if task == "flf2v" else 1
+            encoded = image_encoder(torch.empty(num_images, 3, side, side), output_hidden_states=True)
+            sample["image_embeds"] = encoded.hidden_states[-2]
+        return sample
+
+    clip_encoder = [vae] if image_encoder is None else [vae, image_encoder]
+    return {"text encoder": ([text_encoder], encode_prompt), "VAE": (clip_encoder, encode_pixels)}
 
 
 # ---------------------------------------------------------------- the transformer

@@ -93,6 +93,10 @@ def _num_bytes(text):
     return int(_non_negative(number) * _UNITS[unit])
 
 
+def _budget(text):
+    return text if text == "auto" else _num_bytes(text)
+
+
 def _names(text):
     names = [name.strip() for name in text.split(",")]
     if not all(names):
@@ -120,6 +124,7 @@ _ALLOWED = {
     _dropout: "a number from 0 to below 1",
     _counts: "whole numbers with commas between them, not all 0",
     _num_bytes: "a size with its unit, such as 24GiB or 512MB",
+    _budget: "auto, or a size with its unit, such as 24GiB or 512MB",
     _names: "names with commas between them",
     _key_value: "key=value",
     str: "text",
@@ -224,8 +229,16 @@ FLAGS = {
             _num_bytes,
             None,
             "Most host memory per process for parked inputs, such as 24GiB; blocks that find it full keep theirs on "
-            "the device. Default: no limit.",
+            "the device. Default: what the plan parks, if the host has as much free.",
         ),
+        (
+            "memory_budget",
+            _budget,
+            None,
+            "Instead of the flags above: device memory per process, such as 24GiB, or auto for what the device has "
+            "free. The fastest plan that fits is made. Default: off.",
+        ),
+        ("dry_run", SWITCH, False, "Only say what the run will need, from configs alone, and check that it fits."),
     ],
     "training": [
         ("max_train_steps", _positive_int, None, "Optimizer steps. Default: as many as the epochs need."),
@@ -295,6 +308,14 @@ FLAGS = {
     ],
 }
 
+
+# What a memory budget decides by itself.
+_MANUAL_MEMORY_FLAGS = (
+    "use_gradient_checkpointing",
+    "use_gradient_checkpointing_offload",
+    "checkpoint_blocks",
+    "offload_buffer_size",
+)
 
 # Flags that are for some families only, which name them in their values under "flags".
 _FAMILY_FLAGS = {"num_frames", "fps", "clip_part", "task", "expert"}
@@ -512,6 +533,10 @@ def _refuse_without_effect(args, given):
         )
     if args.checkpoints_total_limit is not None and args.checkpointing_steps is None:
         raise RefusedError("--checkpoints_total_limit has no effect without --checkpointing_steps.")
+    if args.memory_budget is not None:
+        for name in _MANUAL_MEMORY_FLAGS:
+            if name in given:
+                raise RefusedError(f"--memory_budget decides by itself what --{name} sets; remove one of the two.")
     recomputes = args.use_gradient_checkpointing or args.use_gradient_checkpointing_offload
     if args.checkpoint_blocks is not None and not recomputes:
         raise RefusedError(

@@ -21,6 +21,7 @@ _MAY_CHANGE = {
     *("pretrained_model_name_or_path", "revision", "variant", "transformer_path", "dataset_path", "dataset_metadata"),
     *("output_dir", "resume_from_checkpoint", "config", "checkpointing_steps", "checkpoints_total_limit"),
     *("use_gradient_checkpointing", "use_gradient_checkpointing_offload", "checkpoint_blocks", "offload_buffer_size"),
+    *("memory_budget", "dry_run"),
     *("deterministic", "logging_steps"),
     *("lora_dtype", "lora_init_path", "max_train_steps", "num_train_epochs"),
     # Their product is compared instead.

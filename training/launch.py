@@ -9,9 +9,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
 
-from memory import offload
 from memory.checkpointing import configure_deepspeed_checkpointing
-from memory.plan import MemoryPlan
 from training.errors import RefusedError
 
 
@@ -119,19 +117,6 @@ def _complete_deepspeed_config(args, accelerator):
             use_gradient_checkpointing_offload=args.use_gradient_checkpointing_offload,
             device=accelerator.device,
         )
-    except ValueError as error:
-        raise RefusedError(str(error)) from None
-
-
-def plan_memory(args, block_lists):
-    """Return the `MemoryPlan` that the flags ask for, see `MemoryPlan.from_args`, and limit what may be parked.
-
-    Raises:
-        RefusedError: They do not fit the block lists of this model.
-    """
-    offload.set_limit(args.offload_buffer_size)
-    try:
-        return MemoryPlan.from_args(args, block_lists)
     except ValueError as error:
         raise RefusedError(str(error)) from None
 

@@ -140,6 +140,39 @@ def train_all_weights(transformer, *, never_trained):
         parameter.requires_grad_(not _is_part_of(name, never_trained))
 
 
+def make_trainable(transformer, args, names):
+    """Give the layers `names` of `transformer` an adapter, or in full training train all but the modules `names`."""
+    if args.training_mode == "lora":
+        add_lora(transformer, names, args)
+    else:
+        train_all_weights(transformer, never_trained=names)
+
+
+def parameters_to_train(skeleton, args, names):
+    """Return what `trainable_parameters` will, before there is anything to train.
+
+    Args:
+        skeleton (`nn.Module`): The transformer on the meta device, in the dtypes that it is trained in.
+        names (`list[str]`): Layers that get an adapter, or in full training modules that are not trained.
+
+    Returns:
+        `dict[str, tuple[tuple[int, ...], torch.dtype]]`: Name -> shape and dtype.
+    """
+    if args.training_mode == "full":
+        return {
+            f"transformer.{name}": (tuple(parameter.shape), parameter.dtype)
+            for name, parameter in skeleton.named_parameters()
+            if not _is_part_of(name, names)
+        }
+    parameters = {}
+    for name in names:
+        linear = skeleton.get_submodule(name)
+        shapes = {"lora_A": (args.lora_rank, linear.in_features), "lora_B": (linear.out_features, args.lora_rank)}
+        for key, shape in shapes.items():
+            parameters[f"transformer.{name}.{key}.{ADAPTER_NAME}.weight"] = (shape, torch.float32)
+    return parameters
+
+
 def trainable_parameters(module):
     """Return the trainable parameters of `module` by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from memory import offload
 from training.errors import FailedError
-from training.module import trainable_parameters
+from training.forecast import check_fits, describe_forecast
 
 
 _PACKAGES = (
@@ -45,20 +45,22 @@ def write_json_lines(path, records):
 
 
 class RunRecord:
-    """run.json and dataset.jsonl; says on the screen what is about to be trained.
+    """run.json and dataset.jsonl; says on the screen what is about to be trained, and what it will need.
 
     Args:
         accelerator (`Accelerator`): The main process writes.
         args (`argparse.Namespace`)
         plan (`MemoryPlan`)
-        module (`nn.Module`): What is trained.
+        parameters (`dict[str, tuple]`): From `parameters_to_train`.
+        forecast (`RunForecast`)
         records (`list[dict]`): From `inspect_rows`.
-        never_trained (`list[str]`): Modules left out because the architecture gives them no gradient.
+
+    Raises:
+        RefusedError: The device is too small. The files are written before.
     """
 
-    def __init__(self, accelerator, args, *, plan, module, records, never_trained):
+    def __init__(self, accelerator, args, *, plan, parameters, forecast, records):
         self.output_dir = pathlib.Path(args.output_dir)
-        parameters = trainable_parameters(module)
         versions = {"python": platform.python_version()}
         for package in _PACKAGES:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -68,18 +70,17 @@ class RunRecord:
             "versions": versions,
             "plan": plan.modes,
             "trainable": [
-                {"name": name, "shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
-                for name, parameter in parameters.items()
+                {"name": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+                for name, (shape, dtype) in parameters.items()
             ],
+            "forecast": forecast.describe(plan),
         }
         if accelerator.is_main_process:
             write_json_lines(self.output_dir / "dataset.jsonl", records)
             self._write()
-        count = sum(parameter.numel() for parameter in parameters.values())
+        count = sum(math.prod(shape) for shape, _ in parameters.values())
         accelerator.print(f"{len(parameters)} tensors with {count:,} parameters are trained, in fp32")
-        if never_trained:
-            accelerator.print(f"never trained, since they get no gradient: {', '.join(never_trained)}")
-        for line in plan.describe():
+        for line in (*plan.describe(), *describe_forecast(self.content["forecast"]), check_fits(forecast, plan)):
             accelerator.print(line)
 
     def finish(self):

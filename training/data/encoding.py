@@ -11,18 +11,22 @@ from training.errors import RefusedError
 logger = logging.getLogger(__name__)
 
 
-def warn_of_truncated_captions(captions, count_tokens):
-    """Say which captions are longer than the text encoder takes.
+def count_caption_tokens(captions, count_tokens):
+    """Return how many tokens each different caption has, and say which are longer than the text encoder takes.
 
     Args:
         captions (`list[str]`)
         count_tokens (`Callable[[str], tuple[int, int]]`): Returns the tokens of a caption and how many are kept.
+
+    Returns:
+        `list[int]`: How many are kept of each.
     """
     counts = {caption: count_tokens(caption) for caption in dict.fromkeys(captions)}
     cut = [(caption, *count) for caption, count in counts.items() if count[0] > count[1]]
     if cut:
         listed = "; ".join(f"{tokens} tokens, {kept} kept: {caption[:60]!r}..." for caption, tokens, kept in cut[:5])
         logger.warning("%d captions are cut, as the stock pipeline would cut them: %s", len(cut), listed)
+    return [kept for _, kept in counts.values()]
 
 
 def encode_captions(captions, encode, accelerator):

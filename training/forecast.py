@@ -1,0 +1,468 @@
+"""What a run will need, said before anything is loaded: device memory by category and phase, and host memory."""
+
+import copy
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import logging
+import math
+import os
+import re
+
+import psutil
+import torch
+
+from memory import offload
+from memory.estimate import StepProfile, fake_tensors, optimizer_bytes, peak_of, without_content
+from memory.plan import BudgetError, MemoryPlan
+from training.errors import RefusedError
+
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+# Said to users where a device's own size is compared: its context, workspaces of its libraries, rounding.
+RESERVED_BYTES = GIB
+
+STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How the run is launched.
+
+    Args:
+        device_type (`str`): `"cpu"`, or the type of the accelerator that is there or, in a dry run, would be.
+        num_processes, num_local_processes (`int`): In all, and on this machine.
+        strategy (`str`): `"single"`, or one of `STRATEGIES`.
+        device_bytes (`tuple[int, int]`, *optional*): Free and total memory of the device that is there.
+        host_bytes (`int`): Free memory of the host for each local process.
+        zero_bucket_bytes (`int`): Of DeepSpeed's buffer for gradients on their way.
+    """
+
+    device_type: str
+    num_processes: int = 1
+    num_local_processes: int = 1
+    strategy: str = "single"
+    device_bytes: tuple[int, int] | None = None
+    host_bytes: int = 2**63
+    zero_bucket_bytes: int = 4 * 500_000_000
+
+    @classmethod
+    def of(cls, args, accelerator):
+        """Return how this process was launched."""
+        device = accelerator.device
+        strategy, bucket_bytes = "single", cls.zero_bucket_bytes
+        if accelerator.distributed_type.value == "DEEPSPEED":
+            zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
+            strategy, bucket_bytes = "zero2", 4 * int(zero.get("reduce_bucket_size", bucket_bytes // 4))
+        elif accelerator.num_processes > 1:
+            strategy = "ddp"
+        there = device.type != "cpu"
+        num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        return cls(
+            # A dry run on a machine without an accelerator is for one that has it.
+            device_type=device.type if there or not args.dry_run else "cuda",
+            num_processes=accelerator.num_processes,
+            num_local_processes=num_local_processes,
+            strategy=strategy,
+            device_bytes=torch.accelerator.get_memory_info(device) if there else None,
+            host_bytes=int(psutil.virtual_memory().available * 0.9) // num_local_processes,
+            zero_bucket_bytes=bucket_bytes,
+        )
+
+
+@dataclasses.dataclass
+class RunForecast:
+    """Predicts what the command with these flags takes.
+
+    Args:
+        args (`argparse.Namespace`)
+        launch (`Launch`)
+        skeleton (`nn.Module`): The whole transformer on the meta device, in the dtypes that it is trained in.
+        block_lists (`dict[str, int]`)
+        shrink (`Callable[[], nn.Module]`): Returns such a transformer with at most three blocks in each list.
+        make_module (`Callable[..., DiffusionTrainingModule]`):
+            From flags, a transformer, the names of what is trained in it (see `counterparts`) and the memory arguments
+            of the model function to what is trained.
+        names (`list[str]`): Of adapted layers, or in full training of the modules that are not trained.
+        parameters (`dict[str, tuple[tuple[int, ...], torch.dtype]]`): Shape and dtype of each trained parameter.
+        optimizer (`tuple[type, dict]`): See `find_optimizer`.
+        encoders (`Callable[..., dict]`): From `height`, `width` and `num_frames` to `encoder_skeletons`.
+        records (`list[dict]`): Of the items that are trained.
+        captions_differ (`bool`): Whether captions of different lengths can meet in one batch.
+    """
+
+    args: object
+    launch: Launch
+    skeleton: torch.nn.Module
+    block_lists: dict
+    shrink: object
+    make_module: object
+    names: list
+    parameters: dict
+    optimizer: tuple
+    encoders: object
+    records: list
+    captions_differ: bool = False
+
+    # ---- one sample, and the phases before training
+
+    @functools.cached_property
+    def _encoded(self):
+        """Return the peak of each encoder's phase, its weights, and the shapes of the largest sample."""
+        largest = max(self.records, key=lambda record: math.prod((*record["used"]["size"], record["used"]["frames"])))
+        width, height = largest["used"]["size"]
+        phases, weights, sample = {}, {}, {}
+        encoders = self.encoders(height=height, width=width, num_frames=largest["used"]["frames"])
+        with fake_tensors(self.launch.device_type):
+            for phase, (modules, encode) in encoders.items():
+                tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+                weights[phase] = sum(tensor.nbytes for tensor in tensors)
+                for module in modules:
+                    without_content(module)
+                phases[phase] = weights[phase] + peak_of(lambda encode=encode: sample.update(encode()))
+        return phases, weights, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in sample.items()}
+
+    def _batch(self, sample):
+        """Return a batch of the largest samples, as `collate` makes it. Call it inside `fake_tensors`."""
+        batch_size = self.args.train_batch_size
+        batch = {name: torch.empty(batch_size, *shape, dtype=dtype) for name, (shape, dtype) in sample.items()}
+        batch["noise"], batch["sigmas"] = torch.empty_like(batch["latents"]), torch.empty(batch_size)
+        length = batch["prompt_embeds"].shape[1]
+        masked = self.captions_differ and batch_size > 1
+        batch["prompt_embeds_mask"] = torch.empty(batch_size, length, dtype=torch.bool) if masked else None
+        return batch
+
+    @functools.cached_property
+    def _batch_bytes(self):
+        _, _, sample = self._encoded
+        with fake_tensors(self.launch.device_type):
+            return sum(tensor.nbytes for tensor in self._batch(sample).values() if tensor is not None)
+
+    # ---- the step
+
+    @functools.cached_property
+    def profile(self):
+        """The `StepProfile` of this run."""
+        names = counterparts(self.names, self.block_lists)
+        _, _, sample = self._encoded
+
+        def build(recompute):
+            transformer = self.shrink()
+            module = self.make_module(self.args, transformer, names, use_gradient_checkpointing=recompute).train()
+
+            def make_step():
+                batch = self._batch(sample)
+                return lambda: module(batch)
+
+            return transformer, make_step
+
+        several = self.launch.strategy != "single"
+        accumulates = self.args.gradient_accumulation_steps > 1 and not self._bytes["masters"]
+        return StepProfile(
+            self.block_lists, build, device_type=self.launch.device_type, gradients_exist=several or accumulates
+        )
+
+    @functools.cached_property
+    def _bytes(self):
+        """Bytes of the whole model by category, before they are shared out."""
+        trained = {name: (math.prod(shape), dtype) for name, (shape, dtype) in self.parameters.items()}
+        own = sum(count * dtype.itemsize for count, dtype in trained.values())
+        base = sum(t.nbytes for t in (*self.skeleton.parameters(), *self.skeleton.buffers()))
+        is_lora = self.args.training_mode == "lora"
+        optimizer_class, arguments = self.optimizer
+        if self.launch.device_type != "cpu" and issubclass(optimizer_class, torch.optim.Optimizer):
+            arguments = _as_on_an_accelerator(optimizer_class, arguments)
+        state, transient = optimizer_bytes(
+            optimizer_class, arguments, [shape for shape, _ in self.parameters.values()]
+        )
+        return {
+            "weights": base,
+            "adapters": own if is_lora else 0,
+            "masters": sum(4 * count for count, dtype in trained.values() if dtype != torch.float32),
+            "optimizer state": state,
+            "gradients": own,
+            "fp32 gradients": sum(4 * count for count, _ in trained.values()),
+            "transient": transient,
+        }
+
+    def _shares(self, strategy, num_processes):
+        """Return what of it one process holds all the time, and its gradients at the optimizer step."""
+        whole, n = self._bytes, num_processes
+        fixed = {key: whole[key] for key in ("weights", "adapters", "masters", "optimizer state")}
+        fixed["gradients"] = 0
+        at_step = whole["fp32 gradients"]
+        if strategy == "single":
+            if self.args.gradient_accumulation_steps > 1:
+                fixed["gradients"] = whole["fp32 gradients"]
+        elif strategy == "ddp":
+            fixed["gradients"] = whole["gradients"]  # its buckets
+            at_step = whole["gradients"] + (whole["fp32 gradients"] if whole["masters"] else 0)
+        else:
+            at_step = whole["fp32 gradients"] // n
+            fixed["optimizer state"] //= n
+            fixed["masters"] = whole["fp32 gradients"] // n if strategy.startswith("zero") else whole["masters"] // n
+            fixed["gradients"] = at_step + (self.launch.zero_bucket_bytes if strategy.startswith("zero") else 0)
+            at_step = fixed["gradients"]
+            if strategy in ("zero3", "fsdp2"):
+                # The block at work and the next one are gathered.
+                blocks = [block for name in self.block_lists for block in getattr(self.skeleton, name)]
+                gathered = 2 * max(sum(p.nbytes for p in block.parameters()) for block in blocks)
+                fixed["weights"] = fixed["weights"] // n + gathered
+                fixed["adapters"] //= n
+        return fixed, at_step
+
+    def training(self, modes, strategy=None, num_processes=None):
+        """Return the bytes of a process by category at the highest moment of a step, and when that is."""
+        strategy = strategy or self.launch.strategy
+        fixed, gradients_at_step = self._shares(strategy, num_processes or self.launch.num_processes)
+        fixed["batch"] = self._batch_bytes
+        peak = self.profile.peak(modes)
+        during = fixed | {"activations": peak.num_bytes - peak.gradient_bytes}
+        during["gradients"] = fixed["gradients"] + peak.gradient_bytes
+        at_step = fixed | {"gradients": gradients_at_step, "activations": self._bytes["transient"]}
+        if sum(at_step.values()) > sum(during.values()):
+            return at_step, "optimizer step"
+        return during, peak.place
+
+    def phases(self, modes):
+        """Return the peak of each phase of the run, in bytes of a process on its device."""
+        before, _, _ = self._encoded
+        by_category, _ = self.training(modes)
+        fixed, _ = self._shares(self.launch.strategy, self.launch.num_processes)
+        # The exported file is loaded back, at the end, beside what training leaves.
+        export = sum(fixed.values()) - fixed["gradients"] + self._bytes["adapters"] + self.profile.inference_bytes
+        return before | {"training": sum(by_category.values()), "export": export + self._batch_bytes}
+
+    def host_bytes(self, modes):
+        """Return the host memory of all processes on this machine at its highest."""
+        _, encoder_weights, sample = self._encoded
+        latents = math.prod(sample["latents"][0])
+        largest = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sample.values())
+        text = math.prod(sample["prompt_embeds"][0]) * sample["prompt_embeds"][1].itemsize
+        pixels = [math.prod((*record["used"]["size"], record["used"]["frames"])) for record in self.records]
+        cache = sum(text + (largest - text) * count / max(pixels) for count in pixels) if latents else 0
+        on_the_way = max(*encoder_weights.values(), self._bytes["weights"])  # they are read on the host
+        training = self.profile.parked_bytes(modes)
+        if self.launch.device_type == "cpu":
+            training += max(self.phases(modes).values())
+        per_process = psutil.Process().memory_info().rss + cache + max(on_the_way, training)
+        return int(per_process * self.launch.num_local_processes)
+
+    # ---- for people and files
+
+    def describe(self, plan):
+        """Return the forecast of a `MemoryPlan` as run.json has it; all in bytes."""
+        by_category, place = self.training(plan.modes)
+        phases = self.phases(plan.modes)
+        peak_phase = max(phases, key=phases.get)
+        n = self.launch.num_processes if self.launch.num_processes > 1 else 8
+        return {
+            "training_peak_bytes": phases["training"],
+            "training_peak_place": place,
+            "peak_phase": peak_phase,
+            "by_category": {key: value for key, value in by_category.items() if value},
+            "phases": phases,
+            "parked_bytes": self.profile.parked_bytes(plan.modes),
+            "host_bytes": self.host_bytes(plan.modes),
+            "device_type": self.launch.device_type,
+            "strategy": self.launch.strategy,
+            "num_processes": self.launch.num_processes,
+            "per_process": {
+                "num_processes": n,
+                **{name: sum(self.training(plan.modes, name, n)[0].values()) for name in STRATEGIES},
+            },
+        }
+
+    def suggestions(self, plan):
+        """Return the settings that would lower the peak of the run, as (what to set, bytes that it saves), best first.
+
+        Args:
+            plan (`MemoryPlan`): The plan as it is.
+        """
+        now = max(self.phases(plan.modes).values())
+        saved = [(text, now - max(other.phases(modes).values())) for text, other, modes in self._alternatives(plan)]
+        return sorted((entry for entry in saved if entry[1] > 0), key=lambda entry: -entry[1])
+
+    def _alternatives(self, plan):
+        args = self.args
+        if args.memory_budget is None:
+            for name in ("use_gradient_checkpointing", "use_gradient_checkpointing_offload"):
+                flags = {"use_gradient_checkpointing": False, "use_gradient_checkpointing_offload": False}
+                other = MemoryPlan.from_args(
+                    _changed(args, **flags | {name: True}, checkpoint_blocks=None), self.block_lists
+                )
+                if other != plan:
+                    yield f"--{name}", self, other.modes
+        if args.train_batch_size > 1:
+            size, steps = args.train_batch_size // 2, args.gradient_accumulation_steps * 2
+            changed = _changed(args, train_batch_size=size, gradient_accumulation_steps=steps)
+            text = f"--train_batch_size {size} --gradient_accumulation_steps {steps}"
+            yield text, dataclasses.replace(self, args=changed), plan.modes
+        largest = max(self.records, key=lambda record: math.prod(record["used"]["size"]))["used"]
+        smaller = [max(32, round(side / math.sqrt(2) / 32) * 32) for side in largest["size"]]
+        text = f"--max_pixels {math.prod(smaller)}" if args.max_pixels else "--width {} --height {}".format(*smaller)
+        yield text, dataclasses.replace(self, records=[{"used": largest | {"size": smaller}}]), plan.modes
+        if largest["frames"] > 5:
+            frames = (largest["frames"] // 2 - 1) // 4 * 4 + 1
+            records = [{"used": largest | {"frames": frames}}]
+            yield f"--num_frames {frames}", dataclasses.replace(self, records=records), plan.modes
+        if args.optimizer == "adamw" and importlib.util.find_spec("bitsandbytes"):
+            from bitsandbytes.optim import AdamW8bit
+
+            other = dataclasses.replace(self, optimizer=(AdamW8bit, {"lr": args.learning_rate}))
+            yield "--optimizer adamw_8bit", other, plan.modes
+        if args.training_mode == "lora" and args.lora_rank > 1:
+            rank = args.lora_rank // 2
+            parameters = {
+                name: (tuple(rank if side == args.lora_rank else side for side in shape), dtype)
+                for name, (shape, dtype) in self.parameters.items()
+            }
+            other = dataclasses.replace(self, args=_changed(args, lora_rank=rank), parameters=parameters)
+            yield f"--lora_rank {rank}", other, plan.modes
+
+
+def _changed(args, **changes):
+    """Return a copy of an `argparse.Namespace` with some values changed."""
+    changed = copy.copy(args)
+    vars(changed).update(changes)
+    return changed
+
+
+def _as_on_an_accelerator(optimizer_class, arguments):
+    """Return the arguments with what an optimizer of torch chooses by itself on an accelerator, and not on a CPU."""
+    accepted = inspect.signature(optimizer_class).parameters
+    if optimizer_class is torch.optim.AdamW:
+        return {"fused": True} | arguments  # as `find_optimizer` sets it there
+    if "foreach" in accepted and not arguments.get("fused"):
+        return {"foreach": True} | arguments
+    return arguments
+
+
+def counterparts(names, block_lists):
+    """Return which of the named layers are in a model with at most three blocks for each list, by their names there.
+
+    Its blocks stand for the first, those in the middle and the last: see `memory.estimate`.
+    """
+    found = []
+    for name in names:
+        match = re.match(rf"({'|'.join(block_lists)})\.(\d+)\.", name)
+        if match is None:
+            found.append(name)
+            continue
+        num_blocks, index = block_lists[match[1]], int(match[2])
+        places = {index: index for index in range(min(num_blocks, 3))} if num_blocks <= 3 else {0: 0, 1: 1}
+        places[num_blocks - 1] = min(num_blocks, 3) - 1
+        if index in places:
+            found.append(f"{match[1]}.{places[index]}.{name[match.end() :]}")
+    return found
+
+
+def describe_forecast(forecast):
+    """Return the lines of a forecast (`RunForecast.describe`) for a person."""
+    processes = f"{forecast['num_processes']} process" + "es" * (forecast["num_processes"] > 1)
+    lines = [f"forecast, GiB per process ({forecast['device_type']}, {processes}, {forecast['strategy']}):"]
+    lines += [f"  {name:16} {value / GIB:8.2f}" for name, value in forecast["by_category"].items()]
+    place = forecast["training_peak_place"]
+    lines.append(f"  {'training peak':16} {forecast['training_peak_bytes'] / GIB:8.2f}  ({place})")
+    phases = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast["phases"].items())
+    lines.append(f"  phases: {phases}; the highest is {forecast['peak_phase']}")
+    host, parked = forecast["host_bytes"] / GIB, forecast["parked_bytes"] / GIB
+    lines.append(f"  host memory of all local processes {host:.2f}, of it parked per process {parked:.2f}")
+    shared = dict(forecast["per_process"])
+    count = shared.pop("num_processes")
+    names = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+    listed = ", ".join(f"{names[name]} {value / GIB:.2f}" for name, value in shared.items())
+    lines.append(f"  training peak of each of {count} processes: {listed}")
+    return lines
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def plan_memory(args, forecast):
+    """Return the `MemoryPlan` of this run, and limit what may be parked.
+
+    Args:
+        args (`argparse.Namespace`)
+        forecast (`RunForecast`)
+
+    Raises:
+        RefusedError: The flags do not fit the block lists of this model, or no plan fits the budget.
+    """
+    if args.memory_budget is not None:
+        plan = _plan_for_budget(args, forecast)
+    else:
+        try:
+            plan = MemoryPlan.from_args(args, forecast.block_lists)
+        except ValueError as error:
+            raise RefusedError(str(error)) from None
+    limit, parked_bytes = args.offload_buffer_size, forecast.profile.parked_bytes(plan.modes)
+    if limit is None:
+        limit = forecast.launch.host_bytes
+        if parked_bytes > limit and not args.dry_run:
+            logger.warning(
+                "The plan parks %.2f GiB in host memory, and for each of %d local processes %.2f GiB are free: what "
+                "finds no room stays on the device.",
+                *(parked_bytes / GIB, forecast.launch.num_local_processes, limit / GIB),
+            )
+    offload.set_limit(limit)
+    return plan
+
+
+def _plan_for_budget(args, forecast):
+    budget = args.memory_budget
+    if budget == "auto":
+        if forecast.launch.device_bytes is None:
+            raise RefusedError("--memory_budget auto: there is no accelerator here; give a size, such as 24GiB.")
+        budget = forecast.launch.device_bytes[0] - RESERVED_BYTES
+    fastest = functools.partial(
+        MemoryPlan.from_budget,
+        forecast.block_lists,
+        peak_bytes=lambda modes: max(forecast.phases(modes).values()),
+        parked_bytes=forecast.profile.parked_bytes,
+        seconds=forecast.profile.added_seconds,
+        # A dry run may be for another machine.
+        host_bytes=None if args.dry_run and forecast.launch.device_bytes is None else forecast.launch.host_bytes,
+    )
+    try:
+        return fastest(budget)
+    except BudgetError as error:
+        plan = fastest(error.smallest_bytes)
+        phases, helping = forecast.phases(plan.modes), forecast.suggestions(plan)
+        most = f" What would help most is {helping[0][0]}: {helping[0][1] / GIB:.2f} GiB less." if helping else ""
+        raise RefusedError(
+            f"--memory_budget{' auto' * (args.memory_budget == 'auto')}: {budget / GIB:.2f} GiB cannot be met; the smallest that can is "
+            f"{math.ceil(error.smallest_bytes / GIB * 100) / 100:.2f}GiB, for the phase "
+            f"{max(phases, key=phases.get)}.{most}"
+        ) from None
+
+
+def check_fits(forecast, plan):
+    """Return a sentence on whether the run fits the device that is there.
+
+    Args:
+        forecast (`RunForecast`)
+        plan (`MemoryPlan`)
+
+    Raises:
+        RefusedError: It does not.
+    """
+    phases = forecast.phases(plan.modes)
+    peak_phase = max(phases, key=phases.get)
+    need = phases[peak_phase]
+    if forecast.launch.device_bytes is None:
+        return f"no accelerator is here to compare with: one with {(need + RESERVED_BYTES) / GIB:.1f} GiB is needed"
+    free, total = forecast.launch.device_bytes
+    if need > total:
+        help_ = "; or ".join(f"{text} (saves {saved / GIB:.2f} GiB)" for text, saved in forecast.suggestions(plan)[:3])
+        raise RefusedError(
+            f"The run needs {need / GIB:.2f} GiB in the phase {peak_phase}, and the device has {total / GIB:.2f} GiB. "
+            f"What saves most: {help_ or 'a smaller model'}."
+        )
+    if need + RESERVED_BYTES > free:
+        return f"it is tight: {need / GIB:.2f} GiB are needed, and the device has {free / GIB:.2f} GiB free"
+    return f"fits: {need / GIB:.2f} GiB of the {free / GIB:.2f} GiB that the device has free"
