@@ -128,7 +128,9 @@ def main(args):
     # ---- all that can be refused, before a model is loaded
     with refuse_unreadable_model(args):
         variant = pipeline.find_variant(model, **hub)
-        skeleton = pipeline.load_transformer_skeleton(model, dtype=dtype, transformer_path=args.transformer_path, **hub)
+        skeleton = pipeline.load_transformer_skeleton(
+            model, dtype=dtype, transformer_path=args.transformer_path, **hub
+        )
         tokenizer = pipeline.load_tokenizer(model, **hub)
     values = {"experts": variant.experts, "lora_target_modules": ",".join(pipeline.default_lora_targets(skeleton))}
     resolve_for_model(args, dataclasses.asdict(variant) | values)

@@ -6,6 +6,7 @@ backward, what comes before and after - are then put together for the real numbe
 Not in it: the context of the device, workspaces of its libraries, fragmentation.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -378,8 +379,10 @@ def optimizer_bytes(optimizer_class, arguments, shapes):
     measured = {}
 
     def measure(shape):
+        # Of two, since a loop over parameters holds on to something of the one before.
         if shape not in measured:
-            measured[shape] = _measure_optimizer(optimizer_class, arguments, [shape])
+            state_bytes, transient_bytes = _measure_optimizer(optimizer_class, arguments, [shape] * 2)
+            measured[shape] = state_bytes / 2, transient_bytes
         return measured[shape]
 
     # bytes(rows, columns) = a * rows * columns + b * (rows + columns) + c, from three sizes.
@@ -390,20 +393,18 @@ def optimizer_bytes(optimizer_class, arguments, shapes):
         if math.prod(shape) <= 1 << 16:
             return measure(shape)
         figures = torch.tensor([measure(size) for size in known], dtype=torch.float64)
-        a_b_c = torch.linalg.solve(system, figures)
         rows, columns = shape[0], math.prod(shape[1:])
         entry = torch.tensor([rows * columns, rows + columns, 1], dtype=torch.float64)
-        return tuple(round(float(value)) for value in entry @ a_b_c)
+        return tuple((entry @ torch.linalg.solve(system, figures)).tolist())
 
-    counts = {}
-    for shape in map(tuple, shapes):
-        counts[shape] = counts.get(shape, 0) + 1
+    counts = collections.Counter(map(tuple, shapes))
     predicted = {shape: predict(shape) for shape in counts}
     state_bytes = sum(count * predicted[shape][0] for shape, count in counts.items())
     # Some optimizers take all parameters at once, others one after the other.
-    at_once = _measure_optimizer(optimizer_class, arguments, [known[0]] * 2)[1] > 1.5 * measure(known[0])[1]
-    transient = [count * predicted[s][1] if at_once else predicted[s][1] for s, count in counts.items()]
-    return state_bytes, sum(transient) if at_once else max(transient)
+    _, of_one = _measure_optimizer(optimizer_class, arguments, [known[0]])
+    if measure(known[0])[1] > 1.75 * of_one:
+        return round(state_bytes), round(sum(count * predicted[shape][1] / 2 for shape, count in counts.items()))
+    return round(state_bytes), round(max(transient for _, transient in predicted.values()))
 
 
 def _measure_optimizer(optimizer_class, arguments, shapes):
@@ -430,13 +431,23 @@ def without_content(module):
     Returns:
         `nn.Module`: The same.
     """
+    fakes = {}  # by the identity of what they replace: what is shared stays shared
+
+    def fake(tensor):
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = torch.empty_like(tensor, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                fakes[id(tensor)] = nn.Parameter(fakes[id(tensor)], requires_grad=tensor.requires_grad)
+        return fakes[id(tensor)]
+
+    originals = [*module.parameters(), *module.buffers()]  # alive, or an identity could come twice
     for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            fake = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
-            part.register_parameter(name, fake)
-        for name, buffer in part.named_buffers(recurse=False):
-            if buffer.is_meta:
-                setattr(part, name, torch.empty_like(buffer, device="cpu"))
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        # And plain attributes, such as tables of frequencies.
+        own += [(name, value) for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
+        originals += [tensor for _, tensor in own]
+        for name, tensor in own:
+            setattr(part, name, fake(tensor))
     return module
 
 

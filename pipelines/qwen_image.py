@@ -107,7 +107,7 @@ def encoder_skeletons(pretrained_model_name_or_path, *, num_tokens, height, widt
     with init_empty_weights():
         text_encoder = Qwen2_5_VLForConditionalGeneration(config)
         vae = AutoencoderKLQwenImage.from_config(AutoencoderKLQwenImage.load_config(subfolder="vae", **source))
-    text_encoder.to(torch.bfloat16)
+    text_encoder.to(torch.bfloat16).tie_weights()
 
     def encode_prompt():
         input_ids = torch.zeros(1, PROMPT_TEMPLATE_TOKENS + num_tokens, dtype=torch.long)

@@ -270,7 +270,7 @@ def encoder_skeletons(pretrained_model_name_or_path, *, task, height, width, num
         image_encoder = None
         if index.get("image_encoder", (None, None))[0] is not None:
             image_encoder = CLIPVisionModel(CLIPVisionConfig.from_pretrained(subfolder="image_encoder", **source))
-    text_encoder.to(torch.bfloat16)
+    text_encoder.to(torch.bfloat16).tie_weights()
 
     def encode_prompt():
         input_ids = torch.zeros(1, MAX_SEQUENCE_LENGTH, dtype=torch.long)

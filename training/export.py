@@ -266,8 +266,8 @@ def check_lora(pipeline, path, predict, *, dtype, subfolder="transformer"):
 
 
 def _factors(layer, adapter_name):
-    """Return A (r, in) and strength * B (out, r) of an adapter, in fp64."""
-    a, b = (getattr(layer, key)[adapter_name].weight.detach().double() for key in ("lora_A", "lora_B"))
+    """Return A (r, in) and strength * B (out, r) of an adapter, in fp64 and on the CPU: not a peak of its own."""
+    a, b = (getattr(layer, key)[adapter_name].weight.detach().cpu().double() for key in ("lora_A", "lora_B"))
     return a, layer.scaling[adapter_name] * b
 
 

@@ -292,28 +292,26 @@ class RunForecast:
         if args.memory_budget is None:
             for name in ("use_gradient_checkpointing", "use_gradient_checkpointing_offload"):
                 flags = {"use_gradient_checkpointing": False, "use_gradient_checkpointing_offload": False}
-                other = MemoryPlan.from_args(
-                    _changed(args, **flags | {name: True}, checkpoint_blocks=None), self.block_lists
-                )
+                changed = _changed(args, **flags | {name: True}, checkpoint_blocks=None)
+                other = MemoryPlan.from_args(changed, self.block_lists)
                 if other != plan:
                     yield f"--{name}", self, other.modes
         if args.train_batch_size > 1:
             size, steps = args.train_batch_size // 2, args.gradient_accumulation_steps * 2
-            changed = _changed(args, train_batch_size=size, gradient_accumulation_steps=steps)
             text = f"--train_batch_size {size} --gradient_accumulation_steps {steps}"
-            yield text, dataclasses.replace(self, args=changed), plan.modes
+            changed = _changed(args, train_batch_size=size, gradient_accumulation_steps=steps)
+            yield text, self._with(args=changed), plan.modes
         largest = max(self.records, key=lambda record: math.prod(record["used"]["size"]))["used"]
         smaller = [max(32, round(side / math.sqrt(2) / 32) * 32) for side in largest["size"]]
         text = f"--max_pixels {math.prod(smaller)}" if args.max_pixels else "--width {} --height {}".format(*smaller)
-        yield text, dataclasses.replace(self, records=[{"used": largest | {"size": smaller}}]), plan.modes
+        yield text, self._with(records=[{"used": largest | {"size": smaller}}]), plan.modes
         if largest["frames"] > 5:
             frames = (largest["frames"] // 2 - 1) // 4 * 4 + 1
-            records = [{"used": largest | {"frames": frames}}]
-            yield f"--num_frames {frames}", dataclasses.replace(self, records=records), plan.modes
+            yield f"--num_frames {frames}", self._with(records=[{"used": largest | {"frames": frames}}]), plan.modes
         if args.optimizer == "adamw" and importlib.util.find_spec("bitsandbytes"):
             from bitsandbytes.optim import AdamW8bit
 
-            other = dataclasses.replace(self, optimizer=(AdamW8bit, {"lr": args.learning_rate}))
+            other = self._with(optimizer=(AdamW8bit, {"lr": args.learning_rate}))
             yield "--optimizer adamw_8bit", other, plan.modes
         if args.training_mode == "lora" and args.lora_rank > 1:
             rank = args.lora_rank // 2
@@ -321,8 +319,20 @@ class RunForecast:
                 name: (tuple(rank if side == args.lora_rank else side for side in shape), dtype)
                 for name, (shape, dtype) in self.parameters.items()
             }
-            other = dataclasses.replace(self, args=_changed(args, lora_rank=rank), parameters=parameters)
-            yield f"--lora_rank {rank}", other, plan.modes
+            yield (
+                f"--lora_rank {rank}",
+                self._with(args=_changed(args, lora_rank=rank), parameters=parameters),
+                plan.modes,
+            )
+
+    def _with(self, **changes):
+        """Return the forecast of another run, with what the change leaves as it is."""
+        other = dataclasses.replace(self, **changes)
+        kept = {"_encoded"} if "records" not in changes else {"_bytes"}
+        if "args" not in changes and "records" not in changes:
+            kept.add("profile")
+        other.__dict__.update({name: value for name, value in vars(self).items() if name in kept})
+        return other
 
 
 def _changed(args, **changes):
@@ -361,21 +371,28 @@ def counterparts(names, block_lists):
     return found
 
 
+def format_bytes(num_bytes, up=False):
+    """Return a number of bytes in GiB, or in MiB below one; rounded `up` where less would not do."""
+    unit, size = ("GiB", GIB) if num_bytes >= GIB else ("MiB", 2**20)
+    hundredths = num_bytes / size * 100
+    return f"{(math.ceil(hundredths) if up else round(hundredths)) / 100:.2f} {unit}"
+
+
 def describe_forecast(forecast):
     """Return the lines of a forecast (`RunForecast.describe`) for a person."""
     processes = f"{forecast['num_processes']} process" + "es" * (forecast["num_processes"] > 1)
-    lines = [f"forecast, GiB per process ({forecast['device_type']}, {processes}, {forecast['strategy']}):"]
-    lines += [f"  {name:16} {value / GIB:8.2f}" for name, value in forecast["by_category"].items()]
+    lines = [f"forecast per process ({forecast['device_type']}, {processes}, {forecast['strategy']}):"]
+    lines += [f"  {name:16} {format_bytes(value):>12}" for name, value in forecast["by_category"].items()]
     place = forecast["training_peak_place"]
-    lines.append(f"  {'training peak':16} {forecast['training_peak_bytes'] / GIB:8.2f}  ({place})")
-    phases = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast["phases"].items())
+    lines.append(f"  {'training peak':16} {format_bytes(forecast['training_peak_bytes']):>12}  ({place})")
+    phases = ", ".join(f"{name} {format_bytes(value)}" for name, value in forecast["phases"].items())
     lines.append(f"  phases: {phases}; the highest is {forecast['peak_phase']}")
-    host, parked = forecast["host_bytes"] / GIB, forecast["parked_bytes"] / GIB
-    lines.append(f"  host memory of all local processes {host:.2f}, of it parked per process {parked:.2f}")
+    host, parked = format_bytes(forecast["host_bytes"]), format_bytes(forecast["parked_bytes"])
+    lines.append(f"  host memory of all local processes {host}, of it parked per process {parked}")
     shared = dict(forecast["per_process"])
     count = shared.pop("num_processes")
     names = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
-    listed = ", ".join(f"{names[name]} {value / GIB:.2f}" for name, value in shared.items())
+    listed = ", ".join(f"{names[name]} {format_bytes(value)}" for name, value in shared.items())
     lines.append(f"  training peak of each of {count} processes: {listed}")
     return lines
 
@@ -405,9 +422,9 @@ def plan_memory(args, forecast):
         limit = forecast.launch.host_bytes
         if parked_bytes > limit and not args.dry_run:
             logger.warning(
-                "The plan parks %.2f GiB in host memory, and for each of %d local processes %.2f GiB are free: what "
-                "finds no room stays on the device.",
-                *(parked_bytes / GIB, forecast.launch.num_local_processes, limit / GIB),
+                "The plan parks %s in host memory, and for each of %d local processes %s are free: what finds no room "
+                "stays on the device.",
+                *(format_bytes(parked_bytes), forecast.launch.num_local_processes, format_bytes(limit)),
             )
     offload.set_limit(limit)
     return plan
@@ -433,11 +450,11 @@ def _plan_for_budget(args, forecast):
     except BudgetError as error:
         plan = fastest(error.smallest_bytes)
         phases, helping = forecast.phases(plan.modes), forecast.suggestions(plan)
-        most = f" What would help most is {helping[0][0]}: {helping[0][1] / GIB:.2f} GiB less." if helping else ""
+        most = f" What would help most is {helping[0][0]}: {format_bytes(helping[0][1])} less." if helping else ""
+        needed, phase = format_bytes(error.smallest_bytes, up=True), max(phases, key=phases.get)
         raise RefusedError(
-            f"--memory_budget{' auto' * (args.memory_budget == 'auto')}: {budget / GIB:.2f} GiB cannot be met; the smallest that can is "
-            f"{math.ceil(error.smallest_bytes / GIB * 100) / 100:.2f}GiB, for the phase "
-            f"{max(phases, key=phases.get)}.{most}"
+            f"--memory_budget: {format_bytes(budget)} cannot be met; the smallest that can is {needed}, for the phase "
+            f"{phase}.{most}"
         ) from None
 
 
@@ -455,14 +472,14 @@ def check_fits(forecast, plan):
     peak_phase = max(phases, key=phases.get)
     need = phases[peak_phase]
     if forecast.launch.device_bytes is None:
-        return f"no accelerator is here to compare with: one with {(need + RESERVED_BYTES) / GIB:.1f} GiB is needed"
+        return f"no accelerator is here to compare with: one with {format_bytes(need + RESERVED_BYTES)} is needed"
     free, total = forecast.launch.device_bytes
     if need > total:
-        help_ = "; or ".join(f"{text} (saves {saved / GIB:.2f} GiB)" for text, saved in forecast.suggestions(plan)[:3])
+        help_ = "; or ".join(f"{text} (saves {format_bytes(saved)})" for text, saved in forecast.suggestions(plan)[:3])
         raise RefusedError(
-            f"The run needs {need / GIB:.2f} GiB in the phase {peak_phase}, and the device has {total / GIB:.2f} GiB. "
+            f"The run needs {format_bytes(need)} in the phase {peak_phase}, and the device has {format_bytes(total)}. "
             f"What saves most: {help_ or 'a smaller model'}."
         )
     if need + RESERVED_BYTES > free:
-        return f"it is tight: {need / GIB:.2f} GiB are needed, and the device has {free / GIB:.2f} GiB free"
-    return f"fits: {need / GIB:.2f} GiB of the {free / GIB:.2f} GiB that the device has free"
+        return f"it is tight: {format_bytes(need)} are needed, and the device has {format_bytes(free)} free"
+    return f"fits: {format_bytes(need)} of the {format_bytes(free)} that the device has free"

@@ -1,0 +1,289 @@
+"""What a run is said to need: against the real parts, against arithmetic by hand, and through the command line."""
+
+import dataclasses
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
+
+import train_qwen_image
+import train_wan_video
+from memory import offload
+from memory.plan import MemoryPlan
+from pipelines import qwen_image, wan_video
+from training import forecast as forecasting
+from training.arguments import parse_args
+from training.errors import RefusedError
+from training.forecast import Launch, check_fits, counterparts
+from training.module import find_lora_targets, make_trainable, parameters_to_train, trainable_parameters
+
+
+GIB = 2**30
+FAMILIES = ["qwen_image", "wan_t2v", "wan_i2v", "wan_flf2v", "wan_ti2v", "wan_t2v_a14b", "wan_i2v_a14b"]
+
+
+@pytest.fixture(autouse=True)
+def no_limit_is_left():
+    yield
+    offload.set_limit(None)
+
+
+def pipeline_of(family):
+    return qwen_image if family == "qwen_image" else wan_video
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_parameters_are_known_before_there_are_any(family, mode, tiny_model):
+    """Names, order, shapes and dtypes, those that stay in fp32 in a bf16 model included."""
+    pipeline, model = pipeline_of(family), str(tiny_model(family))
+    skeleton = pipeline.load_transformer_skeleton(model, dtype=torch.bfloat16)
+    transformer = pipeline.load_transformer(model, dtype=torch.bfloat16)
+    dtypes = {name: parameter.dtype for name, parameter in transformer.named_parameters()}
+    assert {name: parameter.dtype for name, parameter in skeleton.named_parameters()} == dtypes
+    names = pipeline.never_trained_modules(skeleton)
+    args = parse_args(
+        ["--pretrained_model_name_or_path", "m", "--dataset_path", "d", "--output_dir", "o", "--training_mode", mode],
+        description=None,
+        values=train_qwen_image.FAMILY,
+    )
+    if mode == "lora":
+        wanted = args.lora_target_modules
+        wanted = wanted if family == "qwen_image" else pipeline.default_lora_targets(skeleton)
+        names = find_lora_targets(skeleton, wanted, never_trained=names)
+    make_trainable(transformer, args, names)
+    real = trainable_parameters(torch.nn.ModuleDict({"transformer": transformer}))
+    expected = [(name, tuple(parameter.shape), parameter.dtype) for name, parameter in real.items()]
+    found = parameters_to_train(skeleton, args, names).items()
+    assert [(name, shape, dtype) for name, (shape, dtype) in found] == expected
+
+
+def test_layers_of_a_model_with_three_blocks():
+    """By hand: the blocks 0, 1 and the last stand for all."""
+    names = ["proj_out", "blocks.0.a", "blocks.1.b", "blocks.2.c", "blocks.9.d", "blocks.10.e", "side.1.f"]
+    lists = {"side": 2, "blocks": 11}
+    assert counterparts(names, lists) == ["proj_out", "blocks.0.a", "blocks.1.b", "blocks.2.e", "side.1.f"]
+    assert counterparts(["blocks.0.a"], {"blocks": 1}) == ["blocks.0.a"]
+    assert counterparts(["blocks.2.a", "blocks.1.a"], {"blocks": 3}) == ["blocks.2.a", "blocks.1.a"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoders_give_samples_of_the_shapes_that_they_are_said_to_give(family, tiny_model):
+    from memory.estimate import fake_tensors, without_content
+
+    model, size = str(tiny_model(family)), {"height": 64, "width": 96}
+    if family == "qwen_image":
+        prompt_encoder = qwen_image.load_prompt_encoder(model, device="cpu")
+        vae = qwen_image.load_vae(model, device="cpu")
+        modules = {"text encoder": prompt_encoder.text_encoder, "VAE": vae}
+        embeds = qwen_image.encode_prompt(prompt_encoder, "a cat")
+        sample = {"prompt_embeds": embeds} | qwen_image.encode_image(vae, torch.zeros(3, 64, 96))
+        _, num_tokens = qwen_image.count_prompt_tokens(prompt_encoder, "a cat")
+        skeletons = qwen_image.encoder_skeletons(model, num_tokens=num_tokens, **size)
+    else:
+        task = wan_video.find_variant(model).tasks[-1]
+        prompt_encoder = wan_video.load_prompt_encoder(model, device="cpu")
+        clip_encoder = wan_video.load_clip_encoder(model, device="cpu")
+        modules = {"text encoder": prompt_encoder.text_encoder, "VAE": clip_encoder}
+        sample = {"prompt_embeds": wan_video.encode_prompt(prompt_encoder, "a cat")}
+        sample |= wan_video.encode_clip(clip_encoder, torch.zeros(3, 9, 64, 96), task=task)
+        skeletons = wan_video.encoder_skeletons(model, task=task, num_frames=9, **size)
+    found = {}
+    with fake_tensors("cuda"):
+        for parts, encode in skeletons.values():
+            for part in parts:
+                without_content(part)
+            found |= encode()
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in sample.items()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == shapes
+    # The weights are all there, in the dtypes in which they are loaded.
+    for phase, (parts, _) in skeletons.items():
+        real = modules[phase]
+        real = [real] if isinstance(real, torch.nn.Module) else [real.vae, *filter(None, [real.image_encoder])]
+        weights = [sum(p.nbytes for module in of for p in module.parameters()) for of in (parts, real)]
+        assert weights[0] == weights[1], phase
+    assert isinstance(modules["VAE"], AutoencoderKLQwenImage) or isinstance(modules["VAE"].vae, AutoencoderKLWan)
+
+
+# ---------------------------------------------------------------- the command, without running it
+
+
+@pytest.fixture
+def command(tmp_path, tiny_model, photos, clips, monkeypatch):
+    """Function that makes a dry run in this process; returns run.json and what it printed."""
+
+    def run(family, *flags, model=None, refused=False, capsys=None):
+        script = train_qwen_image if family == "qwen_image" else train_wan_video
+        data = photos if family == "qwen_image" else clips
+        argv = ["--pretrained_model_name_or_path", str(model or tiny_model(family)), "--dataset_path", str(data)]
+        argv += ["--output_dir", str(tmp_path / "out"), "--max_train_steps", "2", "--mixed_precision", "no"]
+        argv += ["--height", "64", "--width", "64"]
+        argv += ["--num_frames", "9"] if family != "qwen_image" else []
+        options = {"description": None, "values": script.FAMILY, "resolve": family == "qwen_image"}
+        args = parse_args([*argv, *flags, "--dry_run"], **options)
+        script.main(args)
+        return json.loads((tmp_path / "out" / "run.json").read_text())
+
+    return run
+
+
+@pytest.fixture
+def forecast(command, monkeypatch):
+    """Function from flags to the `RunForecast` and the `MemoryPlan` of a run."""
+
+    def make(family, *flags):
+        caught = {}
+        original = forecasting.RunForecast.describe
+
+        def describe(self, plan):
+            caught.update(forecast=self, plan=plan)
+            return original(self, plan)
+
+        with monkeypatch.context() as context:
+            context.setattr(forecasting.RunForecast, "describe", describe)
+            command(family, *flags)
+        return caught["forecast"], caught["plan"]
+
+    return make
+
+
+def test_a_dry_run_needs_no_weights_and_writes_two_files(command, tiny_model, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model("qwen_image"), model, ignore=shutil.ignore_patterns("*.safetensors*"))
+    without = command("qwen_image", "--use_gradient_checkpointing", model=model)
+    printed = capsys.readouterr().out
+    forecast = without["forecast"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["dataset.jsonl", "run.json"]
+    assert forecast["training_peak_bytes"] == sum(forecast["by_category"].values()) > 0
+    assert forecast["phases"]["training"] == forecast["training_peak_bytes"]
+    assert forecast["peak_phase"] == max(forecast["phases"], key=forecast["phases"].get)
+    assert set(forecast["phases"]) == {"text encoder", "VAE", "training", "export"}
+    assert forecast["host_bytes"] > 0 and forecast["device_type"] == "cuda"
+    assert without["plan"] == {"transformer_blocks": ["recompute"] * len(without["plan"]["transformer_blocks"])}
+    assert "training peak" in printed and "no accelerator is here to compare with" in printed
+    with_weights = command("qwen_image", "--use_gradient_checkpointing")["forecast"]
+    assert with_weights | {"host_bytes": 0} == forecast | {"host_bytes": 0}
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "wan_ti2v"])
+def test_memory_of_the_modes_is_ordered(family, command):
+    task = ["--task", "i2v"] if family == "wan_ti2v" else []
+    peaks = {}
+    for flag in ("", "--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"):
+        peaks[flag] = command(family, *task, *filter(None, [flag]))["forecast"]["training_peak_bytes"]
+    keep, recompute, park = peaks.values()
+    assert keep > recompute >= park
+
+
+def test_a_budget_makes_the_plan(command, monkeypatch):
+    flags = ["--train_batch_size", "16"]  # else the VAE is the peak of so small a run
+    kept = command("qwen_image", *flags)["forecast"]["training_peak_bytes"]
+    recomputed = command("qwen_image", *flags, "--use_gradient_checkpointing")["forecast"]["training_peak_bytes"]
+    budget = (kept + recomputed) // 2
+    run = command("qwen_image", *flags, "--memory_budget", f"{budget / 1000}KB")
+    assert run["forecast"]["training_peak_bytes"] <= budget < kept
+    modes = run["plan"]["transformer_blocks"]
+    assert modes == sorted(modes, key=["park", "recompute", "keep"].index) and set(modes) != {"keep"}
+    assert set(command("qwen_image", "--memory_budget", "10GiB")["plan"]["transformer_blocks"]) == {"keep"}
+
+
+def test_a_budget_that_cannot_be_met_names_the_smallest_and_what_helps(command):
+    with pytest.raises(
+        RefusedError, match=r"--memory_budget: 0.95 MiB .* smallest that can is \d.*MiB.* help most is"
+    ):
+        command("qwen_image", "--memory_budget", "1MB")
+    with pytest.raises(RefusedError, match="--memory_budget auto: there is no accelerator here; give a size"):
+        command("qwen_image", "--memory_budget", "auto")
+
+
+@pytest.mark.parametrize("device_bytes, says", [((8 * GIB, 80 * GIB), "fits"), ((GIB, 80 * GIB), "tight")])
+def test_the_device_that_is_there(device_bytes, says, forecast):
+    made, plan = forecast("qwen_image")
+    made.launch = dataclasses.replace(made.launch, device_bytes=device_bytes)
+    assert says in check_fits(made, plan)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_settings_that_save_most(forecast):
+    made, plan = forecast("qwen_image", "--train_batch_size", "4")
+    made.launch = dataclasses.replace(made.launch, device_bytes=(2**20, 2**20))
+    with pytest.raises(RefusedError, match="needs .* in the phase .* saves most: --.*; or --.*; or --") as error:
+        check_fits(made, plan)
+    best = made.suggestions(plan)
+    assert [saved for _, saved in best] == sorted((saved for _, saved in best), reverse=True)
+    assert best[0][0] in str(error.value)
+    # What is said to be saved is what a run with that setting is said to need less.
+    assert (
+        dict(best)["--use_gradient_checkpointing"]
+        == max(made.phases(plan.modes).values())
+        - max(made.phases(MemoryPlan({"transformer_blocks": ("recompute",) * 3}).modes).values())
+        or len(plan.modes["transformer_blocks"]) != 3
+    )
+
+
+def test_categories_by_hand(forecast):
+    """A LoRA in fp32: weights as they are, 4 bytes per adapter weight, 8 of AdamW, gradients of 4 at the step."""
+    made, plan = forecast("qwen_image", "--lora_rank", "4", "--use_gradient_checkpointing")
+    count = sum(math.prod(shape) for shape, _ in made.parameters.values())
+    by_category, _ = made.training(plan.modes)
+    assert by_category["adapters"] == 4 * count
+    assert by_category["optimizer state"] == pytest.approx(8 * count, rel=0.01)
+    assert by_category["weights"] == sum(p.nbytes for p in made.skeleton.parameters())
+    fixed, at_step = made._shares("single", 1)
+    assert at_step == 4 * count and fixed["masters"] == fixed["gradients"] == 0
+
+
+def test_categories_of_full_training_in_bf16_by_hand(forecast):
+    """Weights of 2 bytes, fp32 masters and gradients of 4, AdamW of 8: 18 bytes per weight at the optimizer step."""
+    made, plan = forecast("qwen_image", "--training_mode", "full", "--mixed_precision", "bf16")
+    count = sum(math.prod(shape) for shape, _ in made.parameters.values())
+    by_category, place = made.training(plan.modes)
+    if place == "optimizer step":
+        frozen = sum(p.nbytes for p in made.skeleton.parameters()) - 2 * count
+        assert sum(by_category.values()) - by_category["batch"] == pytest.approx(18 * count + frozen, rel=0.01)
+    _, at_step = made._shares("single", 1)
+    assert at_step == 4 * count
+    fixed, _ = made._shares("ddp", 2)
+    assert fixed["gradients"] == 2 * count, "the buckets of DDP"
+
+
+def test_shares_of_several_processes_by_hand(forecast):
+    made, _ = forecast("qwen_image")
+    whole, _ = made._shares("single", 1)
+    adapters = whole["adapters"]
+    for strategy in ("zero2", "zero3", "fsdp2"):
+        fixed, _ = made._shares(strategy, 4)
+        assert fixed["optimizer state"] == whole["optimizer state"] // 4
+        bucket = 0 if strategy == "fsdp2" else made.launch.zero_bucket_bytes
+        assert fixed["gradients"] == adapters // 4 + bucket
+        if strategy == "zero2":
+            assert fixed["weights"] == whole["weights"] and fixed["adapters"] == adapters
+        else:
+            blocks = made.skeleton.transformer_blocks
+            gathered = 2 * max(sum(p.nbytes for p in block.parameters()) for block in blocks)
+            assert fixed["weights"] == whole["weights"] // 4 + gathered and fixed["adapters"] == adapters // 4
+    assert Launch("cuda").strategy == "single"
+
+
+def test_what_is_parked_is_limited_by_the_flag_or_by_the_free_memory_of_the_host(command, monkeypatch):
+    limits = []
+    monkeypatch.setattr(offload, "set_limit", limits.append)
+    command("qwen_image", "--use_gradient_checkpointing_offload", "--offload_buffer_size", "3MB")
+    command("qwen_image", "--use_gradient_checkpointing_offload")
+    assert limits[0] == 3_000_000 and 2**20 < limits[1] < 2**45
+
+
+@pytest.mark.parametrize("flag", ["--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"])
+def test_a_budget_and_manual_flags_exclude_each_other(flag, command):
+    with pytest.raises(RefusedError, match=f"--memory_budget decides by itself what {flag} sets"):
+        command("qwen_image", "--memory_budget", "1GiB", flag)
+    with pytest.raises(RefusedError, match="--memory_budget decides by itself what --checkpoint_blocks sets"):
+        command("qwen_image", "--memory_budget", "1GiB", "--checkpoint_blocks", "2")
+
+
+@pytest.mark.parametrize("text", ["12", "lots", "-1GiB"])
+def test_budgets_have_units(text, command):
+    with pytest.raises(RefusedError, match=f"--memory_budget is '{text}'; allowed is auto, or a size with its unit"):
+        command("qwen_image", f"--memory_budget={text}")
