@@ -42,6 +42,7 @@ import torch
 from diffusers import QwenImagePipeline
 from diffusers.training_utils import free_memory
 
+from memory.log import MemoryLog, OutOfMemory
 from pipelines import qwen_image as pipeline
 from training.checkpoints import find_checkpoint
 from training.data.batches import TrainingDataset, plan_batches
@@ -100,8 +101,9 @@ class QwenImageTrainingModule(DiffusionTrainingModule):
         return pipeline.unpack_latents(tokens, height, width)  # (B, C, H, W)
 
 
-def main(args):
+def main(args, log):
     accelerator = start_accelerator(args)
+    log.begin(accelerator.device)
     model = args.pretrained_model_name_or_path
     hub = {"revision": args.revision, "variant": args.variant}
     dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
@@ -146,15 +148,19 @@ def main(args):
     with refuse_unreadable_model(args):
         prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
         vae = pipeline.load_vae(model, device="cpu", **hub)
+    log.point("text encoder")
     captions = [row.caption for row, _ in items] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
     warn_of_truncated_captions(captions, partial(pipeline.count_prompt_tokens, prompt_encoder))
     embeds = encode_captions(captions, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
     del prompt_encoder
     free_memory()
     vae.to(accelerator.device)
+    log.point("VAE")
     encoded = encode_media(items, read_picture, partial(pipeline.encode_image, vae), accelerator)
+    log.point("caching done")
     del vae
     free_memory()
+    log.point("encoders gone")
     samples = [
         {"id": row.id, "prompt_embeds": embeds[row.caption], **tensors}
         for (row, _), tensors in zip(items, encoded, strict=True)
@@ -170,10 +176,12 @@ def main(args):
     # ---- the transformer
     with refuse_unreadable_model(args):
         transformer = pipeline.load_transformer(model, dtype=dtype, transformer_path=args.transformer_path, **hub)
+    log.point("transformer loaded")
     if args.training_mode == "lora":
         add_lora(transformer, targets, args)
         if initial and checkpoint is None:
             accelerator.print(start_from(transformer, initial))
+        log.point("adapters")
     else:
         train_all_weights(transformer, never_trained=never_trained)
     module = QwenImageTrainingModule(
@@ -189,19 +197,21 @@ def main(args):
         dataset,
         batches,
         args,
+        log=log,
         optimizer_class=optimizer_class,
         optimizer_arguments=optimizer_arguments,
         steps=range(resumed["step"] + 1, last_step + 1),
         checkpoint=checkpoint,
     )
+    log.point("saving")
     if accelerator.is_main_process:
         stock = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=transformer)
         export(args, stock, module, dataset, prefix="transformer", export_name="transformer.{}".format)
-        run.finish()
+        run.finish(log)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    with exit_codes():
-        main(args)
+    with exit_codes(OutOfMemory), MemoryLog() as log:
+        main(args, log)

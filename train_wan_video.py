@@ -48,6 +48,7 @@ import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from diffusers.training_utils import free_memory
 
+from memory.log import MemoryLog, OutOfMemory
 from pipelines import wan_video as pipeline
 from training.checkpoints import find_checkpoint
 from training.data.batches import TrainingDataset, plan_batches
@@ -117,8 +118,9 @@ class WanVideoTrainingModule(DiffusionTrainingModule):
         return flow[:, :, 1:] if self.first_frame_is_clean else flow
 
 
-def main(args):
+def main(args, log):
     accelerator = start_accelerator(args)
+    log.begin(accelerator.device)
     model = args.pretrained_model_name_or_path
     hub = {"revision": args.revision, "variant": args.variant}
     dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
@@ -201,15 +203,19 @@ def main(args):
     with refuse_unreadable_model(args):
         prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
         clip_encoder = pipeline.load_clip_encoder(model, device="cpu", **hub)
+    log.point("text encoder")
     captions = [row.caption for row, _ in items] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
     warn_of_truncated_captions(captions, partial(pipeline.count_prompt_tokens, prompt_encoder))
     embeds = encode_captions(captions, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
     del prompt_encoder
     free_memory()
     clip_encoder.to(accelerator.device)
+    log.point("VAE")
     encoded = encode_media(items, read_clip, partial(pipeline.encode_clip, clip_encoder, task=task), accelerator)
+    log.point("caching done")
     del clip_encoder
     free_memory()
+    log.point("encoders gone")
     samples = [
         {"id": row.id, "prompt_embeds": embeds[row.caption], **tensors}
         for (row, _), tensors in zip(items, encoded, strict=True)
@@ -231,10 +237,12 @@ def main(args):
             transformer = pipeline.load_transformer(
                 model, dtype=dtype, transformer_path=args.transformer_path, subfolder=places[expert], **hub
             )
+        log.point("transformer loaded")
         if args.training_mode == "lora":
             add_lora(transformer, targets, args)
             if initial[expert] and not resumed_steps:
                 accelerator.print(start_from(transformer, initial[expert]))
+            log.point("adapters")
         else:
             train_all_weights(transformer, never_trained=never_trained)
         module = WanVideoTrainingModule(
@@ -253,6 +261,7 @@ def main(args):
             dataset,
             batches,
             args,
+            log=log,
             optimizer_class=optimizer_class,
             optimizer_arguments=optimizer_arguments,
             steps=range(resumed_steps + 1, last_step + 1),
@@ -260,6 +269,7 @@ def main(args):
             expert=expert,
             steps_before=steps_before,
         )
+        log.point("saving")
         if accelerator.is_main_process:
             stock_class = WanPipeline if task == "t2v" else WanImageToVideoPipeline
             parts = {"transformer": transformer, "transformer_2": transformer}  # it is checked in its own place
@@ -275,7 +285,7 @@ def main(args):
                 places=places,
                 further_info={"sigma_range": "{} to {}".format(*variant.sigma_range(expert))},
             )
-            run.finish()
+            run.finish(log)
         accelerator.wait_for_everyone()
 
     for stage, expert in enumerate(experts):
@@ -286,5 +296,5 @@ def main(args):
 
 
 if __name__ == "__main__":
-    with exit_codes():
-        main(args)
+    with exit_codes(OutOfMemory), MemoryLog() as log:
+        main(args, log)

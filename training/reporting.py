@@ -82,14 +82,21 @@ class RunRecord:
         for line in plan.describe():
             accelerator.print(line)
 
-    def finish(self):
-        """Add what was measured."""
-        steps = read_metrics(self.output_dir / "metrics.jsonl")
+    def finish(self, log):
+        """Add what was measured, draw memory.png, and print the table of all points of `log` (`MemoryLog`)."""
+        log.point("final")
+        steps, watched = read_metrics(self.output_dir / "metrics.jsonl"), log.watched
+        device_peak_bytes = max((step["device_peak_bytes"] or 0 for step in steps), default=0)
         self.content["measured"] = {
-            "training_peak_bytes": max((step["device_peak_bytes"] or 0 for step in steps), default=0) or None,
+            "training_peak_bytes": device_peak_bytes or watched.peak_bytes or None,
+            "peak_phase": log.peak_phase(),
+            "by_category": watched.by_category,
             "host_bytes": max((step["host_rss_bytes"] for step in steps), default=None),
         }
+        self.content["memory_points"] = log.points
         self._write()
+        log.plot(self.output_dir / "memory.png", forecast_bytes=log.forecast_bytes)
+        print(log.table())
 
     def _write(self):
         text = json.dumps(self.content, indent=2, ensure_ascii=False)
@@ -111,12 +118,13 @@ class Metrics:
             steps after the checkpoint, which are made again.
         steps (`range`): The optimizer steps of this run.
         batches (`BatchPlan`), dataset (`TrainingDataset`): Tell which samples a step had, and their sigmas.
+        log (`MemoryLog`): Is told of each step, and of the end.
         expert (`str`, *optional*), steps_before (`int`): See `train`.
     """
 
-    def __init__(self, accelerator, path, steps, batches, dataset, *, expert=None, steps_before=0):
+    def __init__(self, accelerator, path, steps, batches, dataset, *, log, expert=None, steps_before=0):
         self.accelerator, self.path = accelerator, pathlib.Path(path)
-        self.batches, self.dataset = batches, dataset
+        self.batches, self.dataset, self.log = batches, dataset, log
         self.expert, self.steps_before = expert, steps_before
         self.pending = []
         self.process = psutil.Process()
@@ -139,7 +147,7 @@ class Metrics:
             grad_norm (`torch.Tensor`, a scalar): Before clipping, of the whole gradient.
         """
         now, parked_bytes = time.perf_counter(), offload.counters()["parked_bytes"]
-        record = {"step": step, "lr": lr, "seconds": now - self.last_time, "device_peak_bytes": _device_peak_bytes()}
+        record = {"step": step, "lr": lr, "seconds": now - self.last_time, "device_peak_bytes": self.log.end_step()}
         record["offloaded_bytes"] = parked_bytes - self.last_parked_bytes
         record["host_rss_bytes"] = self.process.memory_info().rss
         self.last_time, self.last_parked_bytes = now, parked_bytes
@@ -188,18 +196,10 @@ class Metrics:
         } | {name: value for name, value in record.items() if name != "step"}
 
     def close(self):
-        """Write what is left and end the bar."""
+        """Write what is left, and end the bar and the watch over memory."""
         self.flush()
         self.bar.close()
-
-
-def _device_peak_bytes():
-    """Return the peak of allocated device memory since the last call, None on a CPU."""
-    if not torch.cuda.is_available():
-        return None
-    peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return peak
+        self.log.end_training()
 
 
 MODEL_CARD = """---
