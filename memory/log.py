@@ -80,7 +80,7 @@ class MemoryLog:
                 "reserved_bytes": torch.accelerator.memory_reserved(self._device) if has_counters else None,
                 "peak_bytes": self.peak_since("point"),
                 "host_rss_bytes": self._process.memory_info().rss,
-                "pinned_bytes": host_bytes(),
+                "pinned_bytes": pinned_bytes(),
             }
         )
 
@@ -199,7 +199,7 @@ class MemoryLog:
         return self._device.type not in ("cpu", "mps")
 
 
-def host_bytes():
+def pinned_bytes():
     """Return the bytes of host memory that `memory.offload` has for parked inputs: its slabs, or what is in use."""
     counters = offload.counters()
     return counters.get("slab_bytes", counters["pool_bytes"])
@@ -238,7 +238,7 @@ class Watch:
         self.num_steps = 0
         self._num_events, self._stride = 0, 1
         self._log, self._device_type = log, device_type
-        self._host_bytes_before = host_bytes()
+        self._pinned_before = pinned_bytes()
         self._hooks = [
             module.register_forward_pre_hook(lambda module, args: self._begin_forward(module, optimizer, args)),
             module.register_forward_hook(lambda module, args, loss: self._end_forward(loss)),
@@ -322,7 +322,7 @@ class Watch:
         """Take note of what is alive, and return its bytes."""
         event, live = self._num_events, self._live
         self._num_events += 1
-        parked = host_bytes() - self._host_bytes_before
+        parked = pinned_bytes() - self._pinned_before
         num_bytes = live.live_bytes - (parked if self._device_type == "cpu" else 0)
         is_peak = num_bytes > self.peak_bytes
         starts_stretch = not self.samples or self.samples[-1][0] // self._stride != event // self._stride
@@ -375,6 +375,7 @@ def _plot(watch, path, forecast_bytes):
         events,
         [[sample[2][category] / scale for sample in watch.samples] for category in shown],
         labels=[category.replace("_", " ") for category in shown],
+        colors=[f"C{CATEGORIES.index(category)}" for category in shown],
         step="post",
         linewidth=0,
     )
@@ -392,7 +393,7 @@ def _plot(watch, path, forecast_bytes):
     axes.set(
         xlabel="operations that made tensors, in their order",
         ylabel=unit,
-        xlim=(0, events[-1] or 1),
+        xlim=(0, 1.01 * events[-1] + 1),
         ylim=(0, None),
         title=f"Memory by category, optimizer steps 1 to {watch.num_steps}: at most {_size(watch.peak_bytes)}",
     )
