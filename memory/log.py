@@ -245,10 +245,10 @@ class Watch:
             optimizer.register_step_pre_hook(lambda *_: self._begin("optimizer", "optimizer_state")),
             optimizer.register_step_post_hook(lambda *_: self._begin("batch", "batch")),
         ]
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(lambda parameter: self._count([parameter.grad], "gradients"))
-            for parameter in module.parameters()
-            if parameter.requires_grad
+            for parameter in self._trained
         ]
         self.is_open = True
         self._live = LiveBytes(device_type, on_change=lambda live: self._sample())
@@ -274,7 +274,7 @@ class Watch:
             self._live.__exit__(None, None, None)
             for hook in self._hooks:
                 hook.remove()
-            self._live, self._hooks = None, []
+            self._live, self._hooks, self._trained = None, [], []
 
     def _begin(self, phase, category):
         self.phase, self._live.category = phase, category
@@ -308,6 +308,8 @@ class Watch:
             return
         if not any(what == "backward" for _, what in self.marks):
             self._log.point("first backward")
+        # Again, since DDP has put views of its buckets in their place.
+        self._count([parameter.grad for parameter in self._trained], "gradients")
         self._mark("backward")
         self._begin("after backward", "gradients")  # such as those of fp32 masters
 
