@@ -244,6 +244,7 @@ def test_the_samples_are_few_and_keep_the_peak(monkeypatch):
         monkeypatch.setattr(memory_log, "MAX_SAMPLES", limit)
         log, (model, optimizer) = MemoryLog(), make_training(num_blocks=8)
         log.watch(model, optimizer, step=1)
+        torch.empty(100 * WIDTH, WIDTH)  # more than all that follows
         make_steps(log, model, optimizer, 3)
         watched.append(log.watched)
     every, few = watched
