@@ -42,6 +42,7 @@ import torch
 from diffusers import QwenImagePipeline
 from diffusers.training_utils import free_memory
 
+from memory.log import MemoryLog, OutOfMemory
 from pipelines import qwen_image as pipeline
 from training.checkpoints import find_checkpoint
 from training.data.batches import TrainingDataset, plan_batches
@@ -101,8 +102,9 @@ class QwenImageTrainingModule(DiffusionTrainingModule):
         return pipeline.unpack_latents(tokens, height, width)  # (B, C, H, W)
 
 
-def main(args):
+def main(args, log):
     accelerator = start_accelerator(args)
+    log.begin(accelerator.device)
     model = args.pretrained_model_name_or_path
     hub = {"revision": args.revision, "variant": args.variant}
     dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
@@ -170,7 +172,7 @@ def main(args):
             pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path)
     make_output_dir(output_dir)
     accelerator.print(batches.describe(last_step))
-    run = RunRecord(accelerator, args, plan=plan, parameters=parameters, forecast=forecast, records=records)
+    run = RunRecord(accelerator, args, log, plan=plan, parameters=parameters, forecast=forecast, records=records)
     if never_trained:
         accelerator.print(f"never trained, since they get no gradient: {', '.join(never_trained)}")
     if args.dry_run:
@@ -180,13 +182,17 @@ def main(args):
     with refuse_unreadable_model(args):
         prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
         vae = pipeline.load_vae(model, device="cpu", **hub)
+    log.point("text encoder")
     embeds = encode_captions(captions, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
     del prompt_encoder
     free_memory()
     vae.to(accelerator.device)
+    log.point("VAE")
     encoded = encode_media(items, read_picture, partial(pipeline.encode_image, vae), accelerator)
+    log.point("caching done")
     del vae
     free_memory()
+    log.point("encoders gone")
     samples = [
         {"id": row.id, "prompt_embeds": embeds[row.caption], **tensors}
         for (row, _), tensors in zip(items, encoded, strict=True)
@@ -202,9 +208,12 @@ def main(args):
     # ---- the transformer
     with refuse_unreadable_model(args):
         transformer = pipeline.load_transformer(model, dtype=dtype, transformer_path=args.transformer_path, **hub)
+    log.point("transformer loaded")
     module = make_module(args, transformer, names, **plan.arguments("transformer_blocks"))
-    if args.training_mode == "lora" and initial and checkpoint is None:
-        accelerator.print(start_from(transformer, initial))
+    if args.training_mode == "lora":
+        if initial and checkpoint is None:
+            accelerator.print(start_from(transformer, initial))
+        log.point("adapters")
 
     # ---- training and its results
     train(
@@ -213,11 +222,13 @@ def main(args):
         dataset,
         batches,
         args,
+        log=log,
         optimizer_class=optimizer_class,
         optimizer_arguments=optimizer_arguments,
         steps=range(resumed["step"] + 1, last_step + 1),
         checkpoint=checkpoint,
     )
+    log.point("saving")
     if accelerator.is_main_process:
         stock = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=transformer)
         export(args, stock, module, dataset, prefix="transformer", export_name="transformer.{}".format)
@@ -227,5 +238,5 @@ def main(args):
 
 
 if __name__ == "__main__":
-    with exit_codes():
-        main(args)
+    with exit_codes(OutOfMemory), MemoryLog() as log:
+        main(args, log)

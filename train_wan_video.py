@@ -48,6 +48,7 @@ import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from diffusers.training_utils import free_memory
 
+from memory.log import MemoryLog, OutOfMemory
 from pipelines import wan_video as pipeline
 from training.checkpoints import find_checkpoint
 from training.data.batches import TrainingDataset, plan_batches
@@ -118,8 +119,9 @@ class WanVideoTrainingModule(DiffusionTrainingModule):
         return flow[:, :, 1:] if self.first_frame_is_clean else flow
 
 
-def main(args):
+def main(args, log):
     accelerator = start_accelerator(args)
+    log.begin(accelerator.device)
     model = args.pretrained_model_name_or_path
     hub = {"revision": args.revision, "variant": args.variant}
     dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
@@ -229,7 +231,7 @@ def main(args):
                 pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path, subfolder=subfolder)
     make_output_dir(output_dir)
     accelerator.print(batches.describe(last_step))
-    run = RunRecord(accelerator, args, plan=plan, parameters=parameters, forecast=forecast, records=records)
+    run = RunRecord(accelerator, args, log, plan=plan, parameters=parameters, forecast=forecast, records=records)
     if args.dry_run:
         return
 
@@ -237,13 +239,17 @@ def main(args):
     with refuse_unreadable_model(args):
         prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
         clip_encoder = pipeline.load_clip_encoder(model, device="cpu", **hub)
+    log.point("text encoder")
     embeds = encode_captions(captions, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
     del prompt_encoder
     free_memory()
     clip_encoder.to(accelerator.device)
+    log.point("VAE")
     encoded = encode_media(items, read_clip, partial(pipeline.encode_clip, clip_encoder, task=task), accelerator)
+    log.point("caching done")
     del clip_encoder
     free_memory()
+    log.point("encoders gone")
     samples = [
         {"id": row.id, "prompt_embeds": embeds[row.caption], **tensors}
         for (row, _), tensors in zip(items, encoded, strict=True)
@@ -265,9 +271,12 @@ def main(args):
             transformer = pipeline.load_transformer(
                 model, dtype=dtype, transformer_path=args.transformer_path, subfolder=places[expert], **hub
             )
+        log.point("transformer loaded")
         module = make_module(args, transformer, names, **plan.arguments("blocks"))
-        if args.training_mode == "lora" and initial[expert] and not resumed_steps:
-            accelerator.print(start_from(transformer, initial[expert]))
+        if args.training_mode == "lora":
+            if initial[expert] and not resumed_steps:
+                accelerator.print(start_from(transformer, initial[expert]))
+            log.point("adapters")
 
         # ---- training and its results
         train(
@@ -276,6 +285,7 @@ def main(args):
             dataset,
             batches,
             args,
+            log=log,
             optimizer_class=optimizer_class,
             optimizer_arguments=optimizer_arguments,
             steps=range(resumed_steps + 1, last_step + 1),
@@ -283,6 +293,7 @@ def main(args):
             expert=expert,
             steps_before=steps_before,
         )
+        log.point("saving")
         if accelerator.is_main_process:
             stock_class = WanPipeline if task == "t2v" else WanImageToVideoPipeline
             parts = {"transformer": transformer, "transformer_2": transformer}  # it is checked in its own place
@@ -310,5 +321,5 @@ def main(args):
 
 
 if __name__ == "__main__":
-    with exit_codes():
-        main(args)
+    with exit_codes(OutOfMemory), MemoryLog() as log:
+        main(args, log)

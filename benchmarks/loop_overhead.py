@@ -21,6 +21,7 @@ from diffusers import QwenImageTransformer2DModel
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+from memory.log import NUM_WATCHED_STEPS, MemoryLog  # noqa: E402
 from pipelines.qwen_image import never_trained_modules  # noqa: E402
 from train_qwen_image import FAMILY, QwenImageTrainingModule  # noqa: E402
 from training.arguments import parse_args  # noqa: E402
@@ -102,6 +103,7 @@ def main():
                 dataset,
                 order,
                 args,
+                log=MemoryLog(),
                 optimizer_class=optimizer_class,
                 optimizer_arguments=arguments,
                 steps=range(1, last_step + 1),
@@ -110,9 +112,9 @@ def main():
             lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
             plain = run_bare(module, batches, optimizer, options.steps)
             if round_number:  # the first round warms up
-                # Without the first steps, which allocate the optimizer state.
-                ours += [json.loads(line)["seconds"] for line in lines][2:]
-                bare += plain[2:]
+                # Without the first steps, which allocate the optimizer state and whose memory is watched.
+                ours += [json.loads(line)["seconds"] for line in lines][NUM_WATCHED_STEPS:]
+                bare += plain[NUM_WATCHED_STEPS:]
     ours_ms, bare_ms = (1000 * statistics.median(seconds) for seconds in (ours, bare))
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {len(ours)} steps each, medians")
     print(f"bare loop      {bare_ms:8.1f} ms per step")

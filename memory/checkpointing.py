@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import sys
+import weakref
 
 import torch
 from torch import nn
@@ -16,6 +17,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from memory import offload
+
+
+# The block that ran last, for messages about memory.
+last_run = {"block": lambda: None, "recomputed": False}
 
 
 def gradient_checkpoint_forward(
@@ -46,6 +51,7 @@ def gradient_checkpoint_forward(
             from other values than the forward pass did.
         TypeError: A `torch.Generator` is among the arguments of a recomputed block.
     """
+    last_run.update(block=weakref.ref(model), recomputed=False)
     recompute = use_gradient_checkpointing or use_gradient_checkpointing_offload
     if not recompute or not torch.is_grad_enabled():
         return model(*args, **kwargs)
@@ -61,6 +67,7 @@ def gradient_checkpoint_forward(
             args, kwargs = pending.pop()
         else:
             inputs.check()
+            last_run.update(block=weakref.ref(model), recomputed=True)
             args, kwargs = _map_leaves(functools.partial(_put_tensor, tensors), template)
         return model(*args, **kwargs)
 

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import weakref
 
 import diffusers
 import matplotlib
@@ -23,11 +22,11 @@ import yaml
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from memory import offload
+from memory.log import pinned_bytes
 from memory.plan import MemoryPlan
+from memory.tracking import LiveBytes
 from training.arguments import parse_args
 from training.checkpoints import list_checkpoints
 from training.export import LORA_FILE
@@ -109,8 +108,11 @@ def finish(output_dir, results, files):
 # ---------------------------------------------------------------- training
 
 
-def run_script(*command, log_path):
-    """Run a Python script of this repository and show the last line that it prints; everything goes to a file."""
+def run_script(*command, log_path, result=""):
+    """Run a Python script of this repository; everything that it prints goes to a file.
+
+    The last line that begins with `result` is shown.
+    """
     print(f"  python {shlex.join(command)}", flush=True)
     with log_path.open("w") as log:
         done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, stderr=log, text=True)
@@ -118,7 +120,7 @@ def run_script(*command, log_path):
     if done.returncode:
         tail = log_path.read_text().split("\n")[-20:]
         sys.exit("\n".join([*tail, f"error: {command[0]} ended with exit code {done.returncode}; see {log_path}."]))
-    print(f"  {done.stdout.splitlines()[-1]}")
+    print(f"  {[line for line in done.stdout.splitlines() if line.startswith(result)][-1]}")
 
 
 def make_model(output_dir, family, flags):
@@ -141,7 +143,7 @@ def train(output_dir, script, *, model_dir, dataset_path, settings):
     paths = {"pretrained_model_name_or_path": model_dir, "dataset_path": dataset_path, "output_dir": run_dir}
     config = {name: str(path) for name, path in paths.items()} | settings
     (output_dir / "train.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    run_script(script, "--config", str(output_dir / "train.yaml"), log_path=output_dir / "train.log")
+    run_script(script, "--config", str(output_dir / "train.yaml"), log_path=output_dir / "train.log", result="saved ")
     return run_dir
 
 
@@ -304,42 +306,6 @@ def fit_view(latents, pixel_values, ridge=0.05):
 # ---------------------------------------------------------------- memory
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that were made inside and are still alive, and their peak.
-
-    What CUDA's allocator reports, for devices that report nothing. Not in it: scratch memory inside one operation.
-    Copies that `memory.offload` keeps in host memory are not counted.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.known = set()
-        self.alive_bytes = self.peak_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self._see((args, kwargs), made_here=False)
-        outputs = func(*args, **(kwargs or {}))
-        self._see(outputs, made_here=True)
-        self.peak_bytes = max(self.peak_bytes, self.device_bytes())
-        return outputs
-
-    def device_bytes(self):
-        return self.alive_bytes - offload.counters()["pool_bytes"]
-
-    def _see(self, tree, *, made_here):
-        for tensor in tree_leaves(tree):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.known:
-                num_bytes = storage.nbytes() if made_here else 0  # 0: weights and inputs, which were there before
-                self.known.add(storage._cdata)
-                self.alive_bytes += num_bytes
-                # The finalizer belongs to the storage: views and what autograd saves keep it alive.
-                weakref.finalize(storage, self._forget, storage._cdata, num_bytes).atexit = False
-
-    def _forget(self, address, num_bytes):
-        self.known.discard(address)
-        self.alive_bytes -= num_bytes
-
-
 def measure_step(module, batch):
     """Run forward and backward once.
 
@@ -354,15 +320,23 @@ def measure_step(module, batch):
     device = batch["latents"].device
     on_cuda = device.type == "cuda"
     offload.reset_counters()
-    with contextlib.nullcontext() if on_cuda else LiveBytes() as live:
+    pinned_before, samples = pinned_bytes(), []
+
+    def device_bytes(live):  # on a CPU, where what is parked is host memory as well
+        return live.live_bytes - (pinned_bytes() - pinned_before)
+
+    def sample(live):
+        samples.append(device_bytes(live))
+
+    with contextlib.nullcontext() if on_cuda else LiveBytes(on_change=sample) as live:
         if on_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         loss = module(batch)
-        held_bytes = torch.cuda.memory_allocated() - before if on_cuda else live.device_bytes()
+        held_bytes = torch.cuda.memory_allocated() - before if on_cuda else device_bytes(live)
         loss.backward()
-        peak_bytes = torch.cuda.max_memory_allocated() - before if on_cuda else live.peak_bytes
+        peak_bytes = torch.cuda.max_memory_allocated() - before if on_cuda else max(samples)
     for parameter in module.parameters():
         parameter.grad = None
     host_bytes = offload.counters()["pool_peak_bytes"]

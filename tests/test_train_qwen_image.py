@@ -54,6 +54,7 @@ def test_files_of_a_lora_run(lora_run, photos):
         "dataset.jsonl",
         "metrics.jsonl",
         LORA_FILE,
+        "memory.png",
         "run.json",
     }
     run = json.loads((lora_run / "run.json").read_text())

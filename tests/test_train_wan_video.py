@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import train_wan_video
 from memory import offload
+from memory.log import MemoryLog
 from train_wan_video import FAMILY, WanVideoTrainingModule
 from training.arguments import parse_args
 from training.data.batches import collate
@@ -54,7 +55,8 @@ def train(tiny_model, clips, tmp_path_factory):
         output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"
         argv = ["--pretrained_model_name_or_path", model or tiny_model(family), "--dataset_path", dataset]
         argv = [*map(str, argv), "--output_dir", str(output_dir), *flags]
-        train_wan_video.main(parse_args(argv, description="", values=FAMILY, resolve=False))
+        with MemoryLog() as log:
+            train_wan_video.main(parse_args(argv, description="", values=FAMILY, resolve=False), log)
         return output_dir
 
     return run

@@ -15,11 +15,15 @@ class FailedError(RuntimeError):
 
 
 @contextlib.contextmanager
-def exit_codes():
-    """Context that turns the two errors into one sentence on stderr and the exit code. Others pass as they are."""
+def exit_codes(*failures):
+    """Context that turns the two errors into one sentence on stderr and the exit code. Others pass as they are.
+
+    Args:
+        *failures (`type`): Further classes of errors that are treated as `FailedError` is.
+    """
     try:
         yield
-    except (RefusedError, FailedError) as error:
+    except (RefusedError, FailedError, *failures) as error:
         rank = f" (process {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
         print(f"error{rank}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, RefusedError) else 1)

@@ -183,28 +183,28 @@ class RunForecast:
             "weights": base,
             "adapters": own if is_lora else 0,
             "masters": sum(4 * count for count, dtype in trained.values() if dtype != torch.float32),
-            "optimizer state": state,
+            "optimizer_state": state,
             "gradients": own,
-            "fp32 gradients": sum(4 * count for count, _ in trained.values()),
+            "fp32_gradients": sum(4 * count for count, _ in trained.values()),
             "transient": transient,
         }
 
     def _shares(self, strategy, num_processes):
         """Return what of it one process holds all the time, and its gradients at the optimizer step."""
         whole, n = self._bytes, num_processes
-        fixed = {key: whole[key] for key in ("weights", "adapters", "masters", "optimizer state")}
+        fixed = {key: whole[key] for key in ("weights", "adapters", "masters", "optimizer_state")}
         fixed["gradients"] = 0
-        at_step = whole["fp32 gradients"]
+        at_step = whole["fp32_gradients"]
         if strategy == "single":
             if self.args.gradient_accumulation_steps > 1:
-                fixed["gradients"] = whole["fp32 gradients"]
+                fixed["gradients"] = whole["fp32_gradients"]
         elif strategy == "ddp":
             fixed["gradients"] = whole["gradients"]  # its buckets
-            at_step = whole["gradients"] + (whole["fp32 gradients"] if whole["masters"] else 0)
+            at_step = whole["gradients"] + (whole["fp32_gradients"] if whole["masters"] else 0)
         else:
-            at_step = whole["fp32 gradients"] // n
-            fixed["optimizer state"] //= n
-            fixed["masters"] = whole["fp32 gradients"] // n if strategy.startswith("zero") else whole["masters"] // n
+            at_step = whole["fp32_gradients"] // n
+            fixed["optimizer_state"] //= n
+            fixed["masters"] = whole["fp32_gradients"] // n if strategy.startswith("zero") else whole["masters"] // n
             fixed["gradients"] = at_step + (self.launch.zero_bucket_bytes if strategy.startswith("zero") else 0)
             at_step = fixed["gradients"]
             if strategy in ("zero3", "fsdp2"):
@@ -216,10 +216,14 @@ class RunForecast:
         return fixed, at_step
 
     def training(self, modes, strategy=None, num_processes=None):
-        """Return the bytes of a process by category at the highest moment of a step, and when that is."""
+        """Return the bytes of a process by category at the highest moment of a step, and when that is.
+
+        To the state of the optimizer belong the fp32 masters of weights in bf16.
+        """
         strategy = strategy or self.launch.strategy
         fixed, gradients_at_step = self._shares(strategy, num_processes or self.launch.num_processes)
         fixed["batch"] = self._batch_bytes
+        fixed["optimizer_state"] += fixed.pop("masters")
         peak = self.profile.peak(modes)
         during = fixed | {"activations": peak.num_bytes - peak.gradient_bytes}
         during["gradients"] = fixed["gradients"] + peak.gradient_bytes
@@ -264,7 +268,7 @@ class RunForecast:
             "training_peak_bytes": phases["training"],
             "training_peak_place": place,
             "peak_phase": peak_phase,
-            "by_category": {key: value for key, value in by_category.items() if value},
+            "by_category": by_category,
             "phases": phases,
             "parked_bytes": self.profile.parked_bytes(plan.modes),
             "host_bytes": self.host_bytes(plan.modes),
@@ -382,7 +386,9 @@ def describe_forecast(forecast):
     """Return the lines of a forecast (`RunForecast.describe`) for a person."""
     processes = f"{forecast['num_processes']} process" + "es" * (forecast["num_processes"] > 1)
     lines = [f"forecast per process ({forecast['device_type']}, {processes}, {forecast['strategy']}):"]
-    lines += [f"  {name:16} {format_bytes(value):>12}" for name, value in forecast["by_category"].items()]
+    for name, value in forecast["by_category"].items():
+        if value:
+            lines.append(f"  {name.replace('_', ' '):16} {format_bytes(value):>12}")
     place = forecast["training_peak_place"]
     lines.append(f"  {'training peak':16} {format_bytes(forecast['training_peak_bytes']):>12}  ({place})")
     phases = ", ".join(f"{name} {format_bytes(value)}" for name, value in forecast["phases"].items())
@@ -394,6 +400,25 @@ def describe_forecast(forecast):
     names = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
     listed = ", ".join(f"{names[name]} {format_bytes(value)}" for name, value in shared.items())
     lines.append(f"  training peak of each of {count} processes: {listed}")
+    return lines
+
+
+def compare_forecast(forecast, measured):
+    """Return the lines of a table of what was predicted and what was measured, for a person.
+
+    Args:
+        forecast (`dict`): From `RunForecast.describe`.
+        measured (`dict`): With the same keys, as far as they were measured; None where this device reports nothing.
+    """
+    rows = [(name, value, measured["by_category"].get(name)) for name, value in forecast["by_category"].items()]
+    for name, key in (("training peak", "training_peak_bytes"), ("parked", "parked_bytes"), ("host", "host_bytes")):
+        rows.append((name, forecast[key], measured[key]))
+    lines = [f"{'memory':16} {'forecast':>12} {'measured':>12} {'difference':>10}"]
+    for name, predicted, found in rows:
+        if not predicted and not found:
+            continue
+        cells = ("-", "") if found is None else (format_bytes(found), f"{predicted / found - 1:+.1%}" if found else "")
+        lines.append(f"{name.replace('_', ' '):16} {format_bytes(predicted):>12} {cells[0]:>12} {cells[1]:>10}")
     return lines
 
 

@@ -22,6 +22,7 @@ def train(
     batches,
     args,
     *,
+    log,
     optimizer_class,
     optimizer_arguments,
     steps,
@@ -37,6 +38,7 @@ def train(
         dataset (`TrainingDataset`)
         batches (`BatchPlan`)
         args (`argparse.Namespace`)
+        log (`MemoryLog`)
         optimizer_class, optimizer_arguments: From `find_optimizer`.
         steps (`range`): The optimizer steps to make, counted from 1.
         checkpoint (`pathlib.Path`, *optional*): Training state to go on from.
@@ -53,10 +55,12 @@ def train(
     module.to(accelerator.device)
     weights = MasterWeights(parameters.values())
     optimizer = optimizer_class(weights.masters, **optimizer_arguments)
+    log.point("optimizer")
     lr_scheduler = get_scheduler(
         args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=steps.stop - 1
     )
     model, optimizer = accelerator.prepare(module, optimizer)
+    log.point("prepared")
     # Not prepared: Accelerate would step the schedule once per process.
     accelerator.register_for_checkpointing(lr_scheduler)
     register_state_hooks(accelerator, list(parameters), weights)
@@ -76,8 +80,9 @@ def train(
         generator=torch.Generator(),
     )
     path = pathlib.Path(args.output_dir) / "metrics.jsonl"
-    metrics = Metrics(accelerator, path, steps, batches, dataset, expert=expert, steps_before=steps_before)
+    metrics = Metrics(accelerator, path, steps, batches, dataset, log=log, expert=expert, steps_before=steps_before)
     liveness = GradientLiveness(parameters)
+    log.watch(module, optimizer, step=steps_before + steps.start)
     step, losses = steps.start - 1, []
     for batch in dataloader:
         batch = send_to_device(batch, accelerator.device, non_blocking=True)

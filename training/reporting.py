@@ -1,6 +1,7 @@
 """What a run writes about itself: run.json, dataset.jsonl, metrics.jsonl, the progress bar, the model card."""
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import math
@@ -15,7 +16,7 @@ from tqdm.auto import tqdm
 
 from memory import offload
 from training.errors import FailedError
-from training.forecast import check_fits, describe_forecast
+from training.forecast import check_fits, compare_forecast, describe_forecast
 
 
 _PACKAGES = (
@@ -50,6 +51,7 @@ class RunRecord:
     Args:
         accelerator (`Accelerator`): The main process writes.
         args (`argparse.Namespace`)
+        log (`MemoryLog`): Is told what to expect, and asked at the end what was.
         plan (`MemoryPlan`)
         parameters (`dict[str, tuple]`): From `parameters_to_train`.
         forecast (`RunForecast`)
@@ -59,7 +61,8 @@ class RunRecord:
         RefusedError: The device is too small. The files are written before.
     """
 
-    def __init__(self, accelerator, args, *, plan, parameters, forecast, records):
+    def __init__(self, accelerator, args, log, *, plan, parameters, forecast, records):
+        self.log = log
         self.output_dir = pathlib.Path(args.output_dir)
         versions = {"python": platform.python_version()}
         for package in _PACKAGES:
@@ -75,6 +78,8 @@ class RunRecord:
             ],
             "forecast": forecast.describe(plan),
         }
+        log.forecast_bytes = self.content["forecast"]["training_peak_bytes"]
+        log.suggestions = functools.partial(forecast.suggestions, plan)
         if accelerator.is_main_process:
             write_json_lines(self.output_dir / "dataset.jsonl", records)
             self._write()
@@ -84,13 +89,22 @@ class RunRecord:
             accelerator.print(line)
 
     def finish(self):
-        """Add what was measured."""
-        steps = read_metrics(self.output_dir / "metrics.jsonl")
-        self.content["measured"] = {
-            "training_peak_bytes": max((step["device_peak_bytes"] or 0 for step in steps), default=0) or None,
+        """Add what was measured, draw memory.png, and print forecast against measured and the points of the log."""
+        self.log.point("final")
+        steps, watched = read_metrics(self.output_dir / "metrics.jsonl"), self.log.watched
+        device_peak_bytes = max((step["device_peak_bytes"] or 0 for step in steps), default=0)
+        measured = {
+            "training_peak_bytes": device_peak_bytes or (watched and watched.peak_bytes) or None,
+            "peak_phase": self.log.peak_phase(),
+            "by_category": watched.by_category if watched else {},
+            "parked_bytes": offload.counters()["pool_peak_bytes"],
             "host_bytes": max((step["host_rss_bytes"] for step in steps), default=None),
         }
+        self.content |= {"measured": measured, "memory_points": self.log.points}
         self._write()
+        self.log.plot(self.output_dir / "memory.png", forecast_bytes=self.log.forecast_bytes)
+        print("\n".join(compare_forecast(self.content["forecast"], measured)))
+        print(self.log.table())
 
     def _write(self):
         text = json.dumps(self.content, indent=2, ensure_ascii=False)
@@ -112,12 +126,13 @@ class Metrics:
             steps after the checkpoint, which are made again.
         steps (`range`): The optimizer steps of this run.
         batches (`BatchPlan`), dataset (`TrainingDataset`): Tell which samples a step had, and their sigmas.
+        log (`MemoryLog`): Is told of each step, and of the end.
         expert (`str`, *optional*), steps_before (`int`): See `train`.
     """
 
-    def __init__(self, accelerator, path, steps, batches, dataset, *, expert=None, steps_before=0):
+    def __init__(self, accelerator, path, steps, batches, dataset, *, log, expert=None, steps_before=0):
         self.accelerator, self.path = accelerator, pathlib.Path(path)
-        self.batches, self.dataset = batches, dataset
+        self.batches, self.dataset, self.log = batches, dataset, log
         self.expert, self.steps_before = expert, steps_before
         self.pending = []
         self.process = psutil.Process()
@@ -140,7 +155,7 @@ class Metrics:
             grad_norm (`torch.Tensor`, a scalar): Before clipping, of the whole gradient.
         """
         now, parked_bytes = time.perf_counter(), offload.counters()["parked_bytes"]
-        record = {"step": step, "lr": lr, "seconds": now - self.last_time, "device_peak_bytes": _device_peak_bytes()}
+        record = {"step": step, "lr": lr, "seconds": now - self.last_time, "device_peak_bytes": self.log.end_step()}
         record["offloaded_bytes"] = parked_bytes - self.last_parked_bytes
         record["host_rss_bytes"] = self.process.memory_info().rss
         self.last_time, self.last_parked_bytes = now, parked_bytes
@@ -189,18 +204,10 @@ class Metrics:
         } | {name: value for name, value in record.items() if name != "step"}
 
     def close(self):
-        """Write what is left and end the bar."""
+        """Write what is left, and end the bar and the watch over memory."""
         self.flush()
         self.bar.close()
-
-
-def _device_peak_bytes():
-    """Return the peak of allocated device memory since the last call, None on a CPU."""
-    if not torch.cuda.is_available():
-        return None
-    peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return peak
+        self.log.end_training()
 
 
 MODEL_CARD = """---

@@ -68,23 +68,22 @@ def test_a_failing_script_ends_the_demo_with_its_message(demo, tmp_path, capsys)
     assert "nearest is --learning_rate" in stop.value.code and "exit code 2" in stop.value.code
 
 
-def test_live_bytes_counts_what_is_alive(demo):
-    weight = torch.ones(1000, requires_grad=True)  # 4000 bytes, there before
-    with demo.LiveBytes() as live:
-        view = weight.view(10, 100)
-        assert live.device_bytes() == 0
-        kept = (view * 2).exp()  # exp saves its output, a product with a number saves nothing
-        assert live.device_bytes() == 4000 and live.peak_bytes == 8000
-        loss = kept.sum()
-        del kept, view
-        assert live.device_bytes() == 4000 + 4  # no name is left, but the graph has it
-        loss.backward()
-        del loss
-        assert live.device_bytes() == 4000  # the gradient
-        weight.grad = None
-        assert live.device_bytes() == 0
-        torch.zeros(1)
-        assert live.peak_bytes >= 8000
+def test_the_memory_of_a_step_is_what_autograd_keeps(demo):
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1000))  # 4000 bytes, there before
+
+        def forward(self, batch):
+            view = self.weight.view(10, 100)
+            view.repeat(5, 1)  # let go at once
+            kept = (view * 2).exp()  # exp saves its output, a product with a number saves nothing
+            return kept.sum()
+
+    step = demo.measure_step(Step(), {"latents": torch.zeros(1)})
+    assert step["held_bytes"] == 4000 + 4  # no name is left, but the graph has it
+    assert step["peak_bytes"] == 5 * 4000
+    assert step["host_bytes"] == 0
 
 
 def test_the_view_finds_a_linear_map(demo):

@@ -12,6 +12,7 @@ from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 import train_qwen_image
 import train_wan_video
 from memory import offload
+from memory.log import MemoryLog
 from memory.plan import MemoryPlan
 from pipelines import qwen_image, wan_video
 from training import forecast as forecasting
@@ -124,7 +125,7 @@ def command(tmp_path, tiny_model, photos, clips, monkeypatch):
         argv += ["--num_frames", "9"] if family != "qwen_image" else []
         options = {"description": None, "values": script.FAMILY, "resolve": family == "qwen_image"}
         args = parse_args([*argv, *flags, "--dry_run"], **options)
-        script.main(args)
+        script.main(args, MemoryLog())
         return json.loads((tmp_path / "out" / "run.json").read_text())
 
     return run
@@ -229,7 +230,7 @@ def test_categories_by_hand(forecast):
     count = sum(math.prod(shape) for shape, _ in made.parameters.values())
     by_category, _ = made.training(plan.modes)
     assert by_category["adapters"] == 4 * count
-    assert by_category["optimizer state"] == pytest.approx(8 * count, rel=0.01)
+    assert by_category["optimizer_state"] == pytest.approx(8 * count, rel=0.01)
     assert by_category["weights"] == sum(p.nbytes for p in made.skeleton.parameters())
     fixed, at_step = made._shares("single", 1)
     assert at_step == 4 * count and fixed["masters"] == fixed["gradients"] == 0
@@ -255,7 +256,7 @@ def test_shares_of_several_processes_by_hand(forecast):
     adapters = whole["adapters"]
     for strategy in ("zero2", "zero3", "fsdp2"):
         fixed, _ = made._shares(strategy, 4)
-        assert fixed["optimizer state"] == whole["optimizer state"] // 4
+        assert fixed["optimizer_state"] == whole["optimizer_state"] // 4
         bucket = 0 if strategy == "fsdp2" else made.launch.zero_bucket_bytes
         assert fixed["gradients"] == adapters // 4 + bucket
         if strategy == "zero2":

@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
+from memory.log import MemoryLog
 from train_qwen_image import FAMILY
 from training.arguments import parse_args
 from training.data.batches import TrainingDataset, plan_batches
@@ -53,8 +54,9 @@ def run(tmp_path, *flags, module=None):
     optimizer_class, arguments = find_optimizer(args)
     accelerator = start_accelerator(args)
     steps = range(1, last_step + 1)
-    train(accelerator, module, dataset, batches, args, optimizer_class=optimizer_class,
-          optimizer_arguments=arguments, steps=steps)  # fmt: skip
+    with MemoryLog() as log:
+        train(accelerator, module, dataset, batches, args, log=log, optimizer_class=optimizer_class,
+              optimizer_arguments=arguments, steps=steps)  # fmt: skip
     return module, [batches.step(step) for step in steps]
 
 
