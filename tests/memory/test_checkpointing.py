@@ -330,7 +330,7 @@ def test_shared_tensors_do_not_stay_parked_in_the_first_step():
 
 
 def test_parked_tensors_leave_the_device():
-    """The tensor itself is gone once the next one is parked, not only copied. The newest is needed first, and stays."""
+    """The tensor itself is gone once the next is parked, not only copied. The newest, needed first, stays."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     blocks, storages = [Counted() for _ in range(3)], []

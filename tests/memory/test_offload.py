@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import pathlib
+import types
 
 import pytest
 import torch
@@ -419,7 +420,7 @@ def test_reload_waits_for_the_copy_to_the_host(lazy, wait_is_made):
 
 
 def interrupted_backward():
-    """Return the end of a graph whose backward pass has failed, while the reload for its second block was in flight."""
+    """Return the end of a graph whose backward pass failed while the reload for its second block was in flight."""
     blocks = [Block(), Block(), Block(fails_in_run=2), Block()]
     loss = chain(blocks, [PARK] * 4, latents()).square().mean()
     try:
@@ -541,3 +542,332 @@ def test_a_second_backward_reloads_again():
     for times in (1, 2):
         loss.backward(retain_graph=True)
         assert offload.counters()["bytes_to_device"] == times * 3 * INPUT_BYTES
+
+
+# ---------------------------------------------------------------- host memory
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_slabs(data):
+    """Any order of taking and giving back: pieces are whole, aligned and apart, and slabs no more than needed."""
+    pool, taken = pinned_pool.HostPool(pin_memory=False), []
+    for _ in range(data.draw(st.integers(1, 40))):
+        if taken and data.draw(st.booleans()):
+            buffer, mark = taken.pop(data.draw(st.integers(0, len(taken) - 1)))
+            assert (buffer.bytes == mark).all(), "another buffer was written into it"
+            buffer.give_back()
+            continue
+        num_bytes, room = data.draw(st.integers(1, 5000)), data.draw(st.none() | st.integers(0, 20000))
+        before = pool.slab_bytes
+        buffer, mark = pool.take(num_bytes, room), data.draw(st.integers(0, 255))
+        assert buffer.bytes.shape == (num_bytes,) and buffer.bytes.storage_offset() % 256 == 0
+        buffer.bytes.fill_(mark)
+        taken.append((buffer, mark))
+        if slab_bytes := pool.slab_bytes - before:
+            size = -(-num_bytes // 256) * 256
+            least = max(size, 8 * size if room is None else min(8 * size, room))
+            assert slab_bytes & (slab_bytes - 1) == 0 and least <= slab_bytes < 2 * least
+    slabs = pool.slab_bytes
+    for buffer, _ in taken:
+        buffer.give_back()
+    largest = max((len(slab.bytes) for slab in pool._slabs), default=0)
+    if largest:
+        pool.take(largest).give_back()  # all of its free pieces have become one
+        assert pool.slab_bytes == slabs
+    pool.release()
+    assert pool.slab_bytes == 0
+
+
+def test_pieces_that_were_given_back_are_taken_first():
+    pool = pinned_pool.HostPool(pin_memory=False)
+    first, second, third = (pool.take(1000) for _ in range(3))
+    first.give_back()
+    third.give_back()
+    assert pool.take(1024).bytes.data_ptr() == first.bytes.data_ptr()
+    second.give_back()
+    assert pool.take(7 * 1024).bytes.data_ptr() == second.bytes.data_ptr() and pool.slab_bytes == 8 * 1024
+
+
+@pytest.mark.parametrize("slabs_before", [0, 1])
+def test_refused_pinning_means_recompute(slabs_before, monkeypatch, caplog):
+    """Counted, and said once, with the numbers and the reason; never pageable memory."""
+    plain, allocate, made = gradients("one_stream", KEEP), pinned_pool._Slab, []
+
+    def refuse(num_bytes, pin_memory):
+        made.append(num_bytes)
+        if len(made) > slabs_before:
+            raise torch.OutOfMemoryError("no memory can be locked")
+        return allocate(num_bytes, pin_memory)
+
+    monkeypatch.setattr(pinned_pool, "_Slab", refuse)
+    monkeypatch.setattr(pinned_pool, "TENSORS_PER_SLAB", 2)
+    assert equal(gradients("one_stream", PARK), plain)
+    parked = 3 * slabs_before  # a slab of two tensors is rounded up to 16 KiB
+    counters = offload.counters()
+    assert (counters["parked_tensors"], counters["blocks_refused"]) == (parked, 5 - parked)
+    gradients("one_stream", PARK)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and "no memory can be locked" in said[0]
+    assert f"Beside {parked * INPUT_BYTES} bytes" in said[0] and f"the {INPUT_BYTES} of a Block" in said[0]
+
+
+def test_refused_in_the_middle_of_a_block_call(monkeypatch):
+    """Then none of its tensors is parked, and what was taken for them is given back."""
+    allocate, made = pinned_pool._Slab, []
+
+    def refuse(num_bytes, pin_memory):
+        made.append(num_bytes)
+        if len(made) > 1:
+            raise RuntimeError("no memory can be locked")
+        return allocate(num_bytes, pin_memory)
+
+    monkeypatch.setattr(pinned_pool, "_Slab", refuse)
+    monkeypatch.setattr(pinned_pool, "TENSORS_PER_SLAB", 1)
+    h = dispatch(Block(), True, True, latents(), skip=torch.randn(100, 1, 32) * 1)
+    assert made == [8192, 16384]
+    counters = offload.counters()
+    assert (counters["parked_tensors"], counters["blocks_refused"]) == (0, 1)
+    (slab,) = offload._copiers[CPU].pool._slabs
+    assert slab.is_unused()
+    h.sum().backward()
+
+
+def resident_bytes():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_steady_over_200_steps():
+    blocks = [Block() for _ in range(4)]
+
+    def steps(num_steps):
+        for step in range(num_steps):
+            h = chain(blocks, [PARK] * 3 + [REDO], latents(rows=2048))  # 256 KiB each
+            if step % 5 < 4:
+                h.sum().backward()
+        return offload.counters()["slab_bytes"], resident_bytes()
+
+    slab_bytes, resident = steps(20)
+    slab_bytes_after, resident_after = steps(180)
+    assert slab_bytes_after == slab_bytes == 2 << 20
+    assert resident_after - resident < 8 << 20, "45 MiB is one tensor in each step"
+
+
+def test_the_pool_is_released_where_it_is_unused():
+    h = chain([Block()], [PARK], latents())
+    offload.release_pool()
+    assert offload.counters()["slab_bytes"] > 0
+    del h
+    offload.release_pool()
+    assert offload.counters()["slab_bytes"] == 0
+
+
+def test_slabs_stay_within_the_limit():
+    """But for what rounding adds to a tensor: the limit here is a power of two, as are the tensors."""
+    offload.set_limit(6 * 4096)
+    h = chain([Block() for _ in range(8)], [PARK] * 8, latents(rows=32))
+    counters = offload.counters()
+    assert (
+        counters["pool_bytes"] == 6 * 4096 and counters["slab_bytes"] == 8 * 4096 and counters["blocks_refused"] == 2
+    )
+    del h
+
+
+def test_observers_of_device_memory_do_not_see_the_slabs():
+    """Beside recompute, parking holds one input of a block instead of all; a `TorchDispatchMode` counts them."""
+    live_bytes = {}
+    for mode in (REDO, PARK):
+        torch.manual_seed(0)
+        blocks = [Block() for _ in range(6)]
+        with LiveBytes() as live:
+            h = chain(blocks, [mode] * 6, latents())
+        live_bytes[mode] = live.live_bytes
+        del h
+    assert offload.counters()["slab_bytes"] > 0
+    assert live_bytes[REDO] - live_bytes[PARK] == 5 * INPUT_BYTES
+
+
+# ---------------------------------------------------------------- inputs of any kind
+
+
+def test_sizes_and_types_that_change_from_call_to_call():
+    """Small, then large inputs, fp32 and bf16, after five forward passes whose loss is thrown away."""
+
+    def run(mode):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(TwoStreams() for _ in range(3))
+
+        def forward(rows):
+            temb, rope = torch.randn(2, rows, 32) * 1, (latents(rows), latents(rows))
+            image, text = latents(rows), (latents(20) * 1).bfloat16()
+            for block in blocks:
+                text, image = dispatch(block, mode != KEEP, mode == PARK, image, text.bfloat16(), temb, rope)
+            return image.sum()
+
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(5):
+                forward(40)
+            in_use = offload.counters()["pool_bytes"]
+            for rows in (24, 200, 24):
+                forward(rows).backward()
+        return [parameter.grad for parameter in blocks.parameters() if parameter.grad is not None], in_use
+
+    plain, _ = run(KEEP)
+    grads, in_use = run(PARK)
+    assert equal(grads, plain) and in_use == 0
+    assert offload.counters()["blocks_refused"] == 0 < offload.counters()["parked_tensors"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.float8_e4m3fn])
+def test_every_type_comes_back_with_its_bits_and_strides(dtype, lazy):
+    """Behind a tensor of an odd size, so that it begins in the middle of a slab."""
+    odd = torch.randint(255, (1025,), dtype=torch.uint8)
+    x = torch.randint(2, (30, 3, 64)).to(dtype).permute(2, 0, 1)
+    expected, seen, weight = (odd.clone(), x.contiguous()), [], torch.ones(2, requires_grad=True)
+
+    def block(odd, x, weight):
+        seen.append((odd.clone(), x.contiguous(), x.stride()))
+        return weight * weight
+
+    y = dispatch(block, True, True, odd, x, weight)
+    of_next_block = dispatch(block, True, True, latents(), latents(), weight)
+    del odd, x  # the last that held them, as the next block call has made the first one let go
+    y.sum().backward()
+    *restored, strides = seen[-1]
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(restored, expected, strict=True))
+    assert restored[1].dtype == dtype and strides == (1, 192, 64)
+    assert offload.counters()["bytes_to_device"] == 1025 + expected[1].nbytes
+    of_next_block.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "view", [torch.conj, lambda x: x.conj().imag, lambda x: x[:20], lambda x: x.expand(2, 40, 32)]
+)
+def test_views_whose_bytes_are_not_their_values_stay(view):
+    weight = torch.ones(1, requires_grad=True)
+    x = torch.view_as_complex(torch.randn(40, 32, 2))
+    y = dispatch(lambda x, weight: (x * weight).real, True, True, view(x), weight)
+    assert offload.counters()["parked_tensors"] == 0
+    y.sum().backward()
+
+
+def test_the_callers_tensors_are_left_alone(lazy):
+    blocks, x, temb, rope = [TwoStreams() for _ in range(3)], latents(), torch.randn(2, 40, 32), (latents(), latents())
+    text = latents(20)
+    given_tensors = (x, text, temb, *rope)
+    before = [(tensor.data_ptr(), tensor.device, tensor.clone()) for tensor in given_tensors]
+    e, h = text, x
+    for block in blocks:
+        e, h = dispatch(block, True, True, h, e, temb, rope)
+        for tensor, (address, device, values) in zip(given_tensors, before, strict=True):
+            assert tensor.data_ptr() == address and tensor.device == device and torch.equal(tensor, values)
+    (h.sum() + sum(tensor.sum() for tensor in given_tensors)).backward()
+    assert lazy.check(), lazy.complaints
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_blocks(backend, lazy):
+    def run(mode):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(TwoStreams() for _ in range(3))
+        for block in blocks:
+            block.compile(backend=backend)
+        temb, rope, image, text = torch.randn(2, ROWS, 32), (latents(), latents()), latents(), latents(20)
+        for block in blocks:
+            text, image = dispatch(block, mode != KEEP, mode == PARK, image, text, temb, rope)
+        image.square().mean().backward()
+        return [parameter.grad for parameter in blocks.parameters() if parameter.grad is not None]
+
+    plain = run(KEEP)
+    assert equal(run(REDO), plain)
+    assert equal(run(PARK), plain)
+    assert offload.counters()["parked_tensors"] >= 6 and lazy.check()
+
+
+@pytest.mark.parametrize("state", ["compiling", "capturing"])
+def test_nothing_is_parked_while_compiling_or_capturing(state, monkeypatch):
+    if state == "compiling":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    else:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x = latents()
+    with offload.parked_inputs(Block(), [x]):
+        pass
+    assert offload.counters()["parked_tensors"] == 0
+
+
+# ---------------------------------------------------------------- real models
+
+
+def qwen_image():
+    from diffusers import QwenImageTransformer2DModel
+
+    config = {"in_channels": 64, "out_channels": 16, "attention_head_dim": 16, "num_attention_heads": 3}
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2, num_layers=4, joint_attention_dim=32, axes_dims_rope=(8, 4, 4), **config
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 64, 64),
+        "timestep": torch.tensor([987.3]),
+        "encoder_hidden_states": torch.randn(1, 9, 32),
+        "encoder_hidden_states_mask": None,
+        "img_shapes": [[(1, 8, 8)]],
+    }
+    return transformer, inputs, model_fn_qwen_image, "transformer_blocks", [64 * 48 * 4, 9 * 48 * 4]
+
+
+def wan_video(channels, out_channels=16, per_token=False, images=0, **config):
+    from diffusers import WanTransformer3DModel
+
+    def make():
+        sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "freq_dim": 32, "ffn_dim": 48}
+        transformer = WanTransformer3DModel(
+            in_channels=channels, out_channels=out_channels, num_layers=4, rope_max_seq_len=32, **sizes, **config
+        )
+        inputs = {
+            "hidden_states": torch.randn(1, channels, 3, 4, 6),
+            "timestep": torch.randint(1000, (1, 18)).float() if per_token else torch.tensor([987.25]),
+            "encoder_hidden_states": torch.randn(1, 512, 16),
+            "encoder_hidden_states_image": torch.randn(images, 5, 20) if images else None,
+        }
+        return transformer, inputs, model_fn_wan_video, "blocks", [18 * 24 * 4]
+
+    return make
+
+
+MODELS = {
+    "Qwen-Image": qwen_image,
+    "Wan T2V": wan_video(16),
+    "Wan I2V": wan_video(36, images=1, image_dim=20, added_kv_proj_dim=24),
+    "Wan I2V without CLIP": wan_video(36),
+    "Wan FLF2V": wan_video(36, images=2, image_dim=20, added_kv_proj_dim=24, pos_embed_seq_len=10),
+    "Wan TI2V": wan_video(48, 48),
+    "Wan TI2V, modulated per token": wan_video(48, 48, per_token=True),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parked_bytes_are_the_hidden_states_of_all_blocks_but_the_last(name, lazy):
+    """To the byte. What all blocks share is larger here, and stays: text, per-token modulation, rotary tables."""
+    torch.manual_seed(0)
+    transformer, inputs, model_fn, block_list, streams = MODELS[name]()
+
+    def step(plan):
+        transformer.zero_grad()
+        model_fn(transformer, **inputs, **plan.arguments(block_list)).square().mean().backward()
+        return [parameter.grad for parameter in transformer.parameters() if parameter.grad is not None]
+
+    def plan(offloading):
+        flags = {"use_gradient_checkpointing": False, "use_gradient_checkpointing_offload": offloading}
+        return MemoryPlan.from_args(types.SimpleNamespace(**flags, checkpoint_blocks=None), {block_list: 4})
+
+    plain = step(plan(False))
+    for _ in range(3):  # the first step learns what is shared
+        offload.reset_counters()
+        assert equal(step(plan(True)), plain)
+    counters = offload.counters()
+    assert counters["parked_bytes"] == counters["bytes_to_host"] == 3 * sum(streams)
+    assert counters["parked_tensors"] == 3 * len(streams)
+    assert counters["bytes_to_device"] == 2 * sum(streams), "the newest ones were still there"
+    assert lazy.check(), lazy.complaints
