@@ -297,8 +297,14 @@ def exceptions(mode):
 
 
 def skipping(mode):
-    """The second argument of the first block comes again while its copy is in flight, and when that is long done."""
+    """An argument comes again: with its copy in flight, to a block that parks nothing and one that parks; or later."""
     blocks = nn.ModuleList(Block() for _ in range(5))
+    for _ in range(2):
+        first = latents()
+        h = dispatch(blocks[0], mode != "keep", mode == "park", latents(), skip=first)
+        h = h + dispatch(blocks[1], mode != "keep", mode == "park", first)
+        del first
+        chain(blocks[2:], [mode] * 3, h).square().mean().backward()
     for _ in range(2):
         early, late = latents(), latents()
         h = dispatch(blocks[0], mode != "keep", mode == "park", latents(), skip=early)
@@ -664,12 +670,10 @@ def test_the_pool_is_released_where_it_is_unused():
 
 def test_slabs_stay_within_the_limit():
     """But for what rounding adds to a tensor: the limit here is a power of two, as are the tensors."""
-    offload.set_limit(6 * 4096)
-    h = chain([Block() for _ in range(8)], [PARK] * 8, latents(rows=32))
+    offload.set_limit(2 * 4096)
+    h = chain([Block() for _ in range(4)], [PARK] * 4, latents(rows=32))
     counters = offload.counters()
-    assert (
-        counters["pool_bytes"] == 6 * 4096 and counters["slab_bytes"] == 8 * 4096 and counters["blocks_refused"] == 2
-    )
+    assert counters["pool_bytes"] == counters["slab_bytes"] == 2 * 4096 and counters["blocks_refused"] == 2
     del h
 
 
@@ -781,7 +785,7 @@ def test_compiled_blocks(backend, lazy):
     plain = run(KEEP)
     assert equal(run(REDO), plain)
     assert equal(run(PARK), plain)
-    assert offload.counters()["parked_tensors"] >= 6 and lazy.check()
+    assert offload.counters()["bytes_to_device"] > 0 and lazy.check()
 
 
 @pytest.mark.parametrize("state", ["compiling", "capturing"])
