@@ -253,7 +253,7 @@ def _record(transformer, step, block_lists, gradients_exist):
                     mark(("forward", index))
                     inputs[index] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                     inputs[index] = [
-                        (t.untyped_storage()._cdata, t.nbytes, _could_be_parked(t)) for t in inputs[index]
+                        (t.untyped_storage()._cdata, t.nbytes, offload.is_worth_parking(t)) for t in inputs[index]
                     ]
 
             return hook
@@ -301,15 +301,6 @@ def _record(transformer, step, block_lists, gradients_exist):
         after=pieces["after"],
         backward=[pieces["backward", index] for index in range(len(blocks))],
         input_bytes=_parkable_bytes(inputs),
-    )
-
-
-def _could_be_parked(tensor):
-    """As `memory.offload` decides for a real tensor, which a fake one is not."""
-    return (
-        tensor.nbytes >= offload.MIN_PARKED_BYTES
-        and tensor.untyped_storage().nbytes() == tensor.nbytes
-        and not (tensor.is_leaf and tensor.requires_grad)
     )
 
 

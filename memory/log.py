@@ -80,7 +80,7 @@ class MemoryLog:
                 "reserved_bytes": torch.accelerator.memory_reserved(self._device) if has_counters else None,
                 "peak_bytes": self.peak_since("point"),
                 "host_rss_bytes": self._process.memory_info().rss,
-                "pinned_bytes": pinned_bytes(),
+                "pinned_bytes": offload.counters()["slab_bytes"],
             }
         )
 
@@ -199,12 +199,6 @@ class MemoryLog:
         return self._device.type not in ("cpu", "mps")
 
 
-def pinned_bytes():
-    """Return the bytes of host memory that `memory.offload` has for parked inputs: its slabs, or what is in use."""
-    counters = offload.counters()
-    return counters.get("slab_bytes", counters["pool_bytes"])
-
-
 def _means_out_of_memory(error):
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(_OUT_OF_MEMORY.search(str(error)))
 
@@ -238,7 +232,6 @@ class Watch:
         self.num_steps = 0
         self._num_events, self._stride = 0, 1
         self._log, self._device_type = log, device_type
-        self._pinned_before = pinned_bytes()
         self._hooks = [
             module.register_forward_pre_hook(lambda module, args: self._begin_forward(module, optimizer, args)),
             module.register_forward_hook(lambda module, args, loss: self._end_forward(loss)),
@@ -324,13 +317,11 @@ class Watch:
         """Take note of what is alive, and return its bytes."""
         event, live = self._num_events, self._live
         self._num_events += 1
-        parked = pinned_bytes() - self._pinned_before
-        num_bytes = live.live_bytes - (parked if self._device_type == "cpu" else 0)
+        num_bytes, parked = live.live_bytes, offload.counters()["pool_bytes"]
         is_peak = num_bytes > self.peak_bytes
         starts_stretch = not self.samples or self.samples[-1][0] // self._stride != event // self._stride
         if is_peak or starts_stretch or num_bytes > self.samples[-1][1]:
             by_category = {category: live.by_category[category] for category in CATEGORIES}
-            by_category["activations"] -= live.live_bytes - num_bytes
             if is_peak:
                 self.peak_bytes, self.by_category = num_bytes, by_category
             if not starts_stretch:

@@ -370,9 +370,13 @@ def _can_be_parked(tensor):
     the bytes alone are not the values), for tensor subclasses (fp8, DTensor: more than one storage), for small
     tensors, and on devices that share their memory with the host.
     """
+    return type(tensor) is torch.Tensor and is_worth_parking(tensor)
+
+
+def is_worth_parking(tensor):
+    """Whether the memory of `tensor` (any shape), if it is no subclass of `torch.Tensor`, would be freed."""
     return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided
         and tensor.nbytes >= MIN_PARKED_BYTES
         and tensor.untyped_storage().nbytes() == tensor.nbytes
         and not (tensor.is_leaf and tensor.requires_grad)
