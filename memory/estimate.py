@@ -191,12 +191,19 @@ class StepProfile:
                 parked.append(counterpart)
             yield moment(recordings[mode].forward[counterpart], f"forward of {name}")
         yield moment(recordings[blocks[-1][2]].after, "after the blocks")
+        newest = True
         for name, counterpart, mode in reversed(blocks):
+            piece = recordings[mode].backward[counterpart]
             if mode == PARK:
                 parked.pop()
                 if parked:
                     live += recordings[PARK].input_bytes[parked[-1]]
-            yield moment(recordings[mode].backward[counterpart], f"backward of {name}")
+                if not newest:
+                    # What was fetched and needs no gradient is gone as soon as the block has run again.
+                    gone = recordings[PARK].frozen_input_bytes[counterpart]
+                    piece = dataclasses.replace(piece, rise_bytes=piece.rise_bytes - gone)
+                newest = False
+            yield moment(piece, f"backward of {name}")
 
     def added_seconds(self, modes):
         """Return what a plan (`MemoryPlan.modes`) adds to the time of a step on an accelerator, for comparison.
@@ -222,6 +229,7 @@ class _Recording:
     after: Piece
     backward: list[Piece]
     input_bytes: list[int]  # what each block could park
+    frozen_input_bytes: list[int]  # of that, what needs no gradient
 
 
 def _block_modules(transformer, block_lists):
@@ -251,9 +259,10 @@ def _record(transformer, step, block_lists, gradients_exist):
             def hook(block, args, kwargs):
                 if in_forward:
                     mark(("forward", index))
-                    inputs[index] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                     inputs[index] = [
-                        (t.untyped_storage()._cdata, t.nbytes, offload.is_worth_parking(t)) for t in inputs[index]
+                        (t.untyped_storage()._cdata, t.nbytes if offload.is_worth_parking(t) else 0, t.requires_grad)
+                        for t in tensors
                     ]
 
             return hook
@@ -300,16 +309,17 @@ def _record(transformer, step, block_lists, gradients_exist):
         forward=[pieces["forward", index] for index in range(len(blocks))],
         after=pieces["after"],
         backward=[pieces["backward", index] for index in range(len(blocks))],
-        input_bytes=_parkable_bytes(inputs),
+        input_bytes=_parkable_bytes(inputs, (True, False)),
+        frozen_input_bytes=_parkable_bytes(inputs, (False,)),
     )
 
 
-def _parkable_bytes(inputs):
+def _parkable_bytes(inputs, requires_grad):
     """Return for each block the bytes of those of its inputs that no other block is given."""
     result = []
     for index, tensors in enumerate(inputs):
         others = {address for i, entries in enumerate(inputs) if i != index for address, *_ in entries or ()}
-        own = {address: num_bytes for address, num_bytes, parkable in tensors or () if parkable}
+        own = {address: num_bytes for address, num_bytes, requires in tensors or () if requires in requires_grad}
         result.append(sum(num_bytes for address, num_bytes in own.items() if address not in others))
     return result
 
