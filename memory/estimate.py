@@ -80,12 +80,13 @@ class Piece:
     Args:
         rise_bytes (`int`): The highest that is alive in it, above what was at its start.
         change_bytes (`int`): What is alive at its end, less what was at its start.
-        gradient_bytes (`int`): The part of that change which is gradients of parameters.
+        rise_gradient_bytes, change_gradient_bytes (`int`): The part of the two which is gradients of parameters.
     """
 
     rise_bytes: int
     change_bytes: int
-    gradient_bytes: int = 0
+    rise_gradient_bytes: int = 0
+    change_gradient_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,9 +176,9 @@ class StepProfile:
 
         def moment(piece, place):
             nonlocal live, gradients
-            gradients += piece.gradient_bytes
-            reached = Peak(live + piece.rise_bytes, gradients, place)
+            reached = Peak(live + piece.rise_bytes, gradients + piece.rise_gradient_bytes, place)
             live += piece.change_bytes
+            gradients += piece.change_gradient_bytes
             return reached
 
         yield moment(some.before, "before the blocks")
@@ -253,7 +254,8 @@ def _record(transformer, step, block_lists, gradients_exist):
 
         def mark(name):
             if name not in marks:
-                marks[name] = (*live.mark(), live.by_category["gradients"])
+                live_bytes, peak_bytes, at_peak = live.mark()
+                marks[name] = live_bytes, peak_bytes, live.by_category["gradients"], at_peak.get("gradients", 0)
 
         def before_block(index):
             def hook(block, args, kwargs):
@@ -292,18 +294,21 @@ def _record(transformer, step, block_lists, gradients_exist):
             parameter.grad = None
 
     # Each mark holds the peak of the piece that it ends, which began at the mark before it.
-    pieces, previous = {}, (start_bytes, start_bytes, 0)
     names = [("forward", index) for index in range(len(blocks))] + ["after"]
     names += [("backward", index) for index in reversed(range(len(blocks)))]
-    order = ["before", *names]
-    for ended, name in zip(order, [*names, "end"], strict=True):
-        reached = marks.get(name)
-        if reached is None:
-            pieces[ended] = Piece(0, 0)  # a block that no gradient reaches
+    pieces, start, start_gradients = {}, start_bytes, 0
+    for piece, name in zip(["before", *names], [*names, "end"], strict=True):
+        if name not in marks:
+            pieces[piece] = Piece(0, 0)  # a block that no gradient reaches
             continue
-        rise = max(reached[1], reached[0]) - previous[0]
-        pieces[ended] = Piece(rise, reached[0] - previous[0], reached[2] - previous[2])
-        previous = reached
+        live_bytes, peak_bytes, gradients, gradients_at_peak = marks[name]
+        pieces[piece] = Piece(
+            rise_bytes=peak_bytes - start,
+            change_bytes=live_bytes - start,
+            rise_gradient_bytes=gradients_at_peak - start_gradients,
+            change_gradient_bytes=gradients - start_gradients,
+        )
+        start, start_gradients = live_bytes, gradients
     return _Recording(
         before=pieces["before"],
         forward=[pieces["forward", index] for index in range(len(blocks))],
