@@ -13,7 +13,7 @@ import weakref
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_is_leaf, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from memory import offload
@@ -115,23 +115,29 @@ def _put_tensor(tensors, leaf):
 
 def _map_leaves(function, tree):
     """Rebuild `tree` with `function` applied to each leaf of its tuples, lists, dicts and dataclasses."""
-
-    def visit(leaf):
-        if isinstance(leaf, dict):  # a subclass, which torch's own walk leaves alone
-            rebuilt = copy.copy(leaf)
-            for key, value in leaf.items():
-                rebuilt[key] = _map_leaves(function, value)
-            return rebuilt
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, (type, _Slot)):
-            return function(leaf)
-        rebuilt = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            if hasattr(leaf, field.name):
-                # Not setattr, which a frozen dataclass refuses.
-                object.__setattr__(rebuilt, field.name, _map_leaves(function, getattr(leaf, field.name)))
+    kind = type(tree)
+    # What nearly all arguments are goes first: torch's own walk takes ten times as long.
+    if kind is dict:
+        return {key: _map_leaves(function, value) for key, value in tree.items()}
+    if kind is tuple or kind is list:
+        return kind([_map_leaves(function, value) for value in tree])
+    if isinstance(tree, (torch.Tensor, _Slot)):
+        return function(tree)
+    if isinstance(tree, dict):  # a subclass, which torch's own walk leaves alone
+        rebuilt = copy.copy(tree)
+        for key, value in tree.items():
+            rebuilt[key] = _map_leaves(function, value)
         return rebuilt
-
-    return tree_map(visit, tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        rebuilt = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            if hasattr(tree, field.name):
+                # Not setattr, which a frozen dataclass refuses.
+                object.__setattr__(rebuilt, field.name, _map_leaves(function, getattr(tree, field.name)))
+        return rebuilt
+    if tree_is_leaf(tree):
+        return function(tree)
+    return tree_map(functools.partial(_map_leaves, function), tree, is_leaf=lambda part: part is not tree)
 
 
 class _InputVersions:

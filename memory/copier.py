@@ -116,8 +116,7 @@ class StreamCopier(Copier):
 
     def reset_waits(self):
         super().reset_waits()
-        self._num_unsatisfied = 0
-        self._open_waits.clear()
+        self._num_unsatisfied = 0  # those that are still open count when the device has come that far
 
     def compute_stream(self):
         return torch.accelerator.current_stream(self.device)

@@ -164,6 +164,12 @@ class StepProfile:
         parked = [counterpart for _, counterpart, mode in self._blocks(modes) if mode == PARK]
         return sum(self._record(True).input_bytes[counterpart] for counterpart in parked)
 
+    def working_set_bytes(self, modes):
+        """Return what the backward pass of one block of a plan takes at most, above what was alive before it."""
+        return max(
+            self._record(mode != KEEP).backward[counterpart].rise_bytes for _, counterpart, mode in self._blocks(modes)
+        )
+
     def peak(self, modes):
         """Return the `Peak` of a plan (`MemoryPlan.modes`)."""
         return max(self._moments(modes), key=lambda moment: moment.num_bytes)

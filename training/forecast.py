@@ -12,6 +12,7 @@ import re
 
 import psutil
 import torch
+from accelerate.utils import gather_object
 
 from memory import offload
 from memory.estimate import StepProfile, fake_tensors, optimizer_bytes, peak_of, without_content
@@ -62,14 +63,18 @@ class Launch:
             strategy = "ddp"
         there = device.type != "cpu"
         num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        free = [(torch.accelerator.get_memory_info(device) if there else None, psutil.virtual_memory().available)]
+        # The least of all processes, so that all make the same plan, or none.
+        free = gather_object(free) if accelerator.num_processes > 1 else free
+        device_bytes, host_bytes = zip(*free, strict=True)
         return cls(
             # A dry run on a machine without an accelerator is for one that has it.
             device_type=device.type if there or not args.dry_run else "cuda",
             num_processes=accelerator.num_processes,
             num_local_processes=num_local_processes,
             strategy=strategy,
-            device_bytes=torch.accelerator.get_memory_info(device) if there else None,
-            host_bytes=int(psutil.virtual_memory().available * 0.9) // num_local_processes,
+            device_bytes=min(device_bytes) if there else None,
+            host_bytes=int(min(host_bytes) * 0.9) // num_local_processes,
             zero_bucket_bytes=bucket_bytes,
         )
 
@@ -267,6 +272,8 @@ class RunForecast:
         return {
             "training_peak_bytes": phases["training"],
             "training_peak_place": place,
+            **({"by_mode": self._by_mode()} if self.args.dry_run else {}),
+            "working_set_bytes": self.profile.working_set_bytes(plan.modes),
             "peak_phase": peak_phase,
             "by_category": by_category,
             "phases": phases,
@@ -280,6 +287,16 @@ class RunForecast:
                 **{name: sum(self.training(plan.modes, name, n)[0].values()) for name in STRATEGIES},
             },
         }
+
+    def _by_mode(self):
+        """Return the training peak of each mode for all blocks."""
+        plans = {}
+        for name, flag in (("keep", None), ("recompute", ""), ("park", "_offload")):
+            flags = dict.fromkeys(("use_gradient_checkpointing", "use_gradient_checkpointing_offload"), False)
+            if flag is not None:
+                flags[f"use_gradient_checkpointing{flag}"] = True
+            plans[name] = MemoryPlan.from_args(_changed(self.args, **flags, checkpoint_blocks=None), self.block_lists)
+        return {name: sum(self.training(plan.modes)[0].values()) for name, plan in plans.items()}
 
     def suggestions(self, plan):
         """Return the settings that would lower the peak of the run, as (what to set, bytes that it saves), best first.
@@ -391,6 +408,11 @@ def describe_forecast(forecast):
             lines.append(f"  {name.replace('_', ' '):16} {format_bytes(value):>12}")
     place = forecast["training_peak_place"]
     lines.append(f"  {'training peak':16} {format_bytes(forecast['training_peak_bytes']):>12}  ({place})")
+    working_set = format_bytes(forecast["working_set_bytes"])
+    lines.append(f"  of it the block at work in the backward pass, at most: {working_set}")
+    if "by_mode" in forecast:
+        modes = ", ".join(f"{name} {format_bytes(value)}" for name, value in forecast["by_mode"].items())
+        lines.append(f"  training peak with all blocks in one mode: {modes}")
     phases = ", ".join(f"{name} {format_bytes(value)}" for name, value in forecast["phases"].items())
     lines.append(f"  phases: {phases}; the highest is {forecast['peak_phase']}")
     host, parked = format_bytes(forecast["host_bytes"]), format_bytes(forecast["parked_bytes"])

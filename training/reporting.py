@@ -1,5 +1,6 @@
 """What a run writes about itself: run.json, dataset.jsonl, metrics.jsonl, the progress bar, the model card."""
 
+import collections
 import contextlib
 import functools
 import importlib.metadata
@@ -30,6 +31,10 @@ _PACKAGES = (
     "numpy",
     "deepspeed",
 )
+
+
+# What metrics.jsonl says of a step in which inputs are parked, beside how much that is.
+_PARKING = ("bytes_to_host", "bytes_to_device", "blocks_refused", "pool_peak_bytes", "waits", "unsatisfied_waits")
 
 
 def write_atomically(path, text):
@@ -85,8 +90,9 @@ class RunRecord:
             self._write()
         count = sum(math.prod(shape) for shape, _ in parameters.values())
         accelerator.print(f"{len(parameters)} tensors with {count:,} parameters are trained, in fp32")
-        for line in (*plan.describe(), *describe_forecast(self.content["forecast"]), check_fits(forecast, plan)):
+        for line in (describe_dataset(records), *plan.describe(), *describe_forecast(self.content["forecast"])):
             accelerator.print(line)
+        accelerator.print(check_fits(forecast, plan))
 
     def finish(self):
         """Add what was measured, draw memory.png, and print forecast against measured and the points of the log."""
@@ -110,6 +116,15 @@ class RunRecord:
     def _write(self):
         text = json.dumps(self.content, indent=2, ensure_ascii=False)
         write_atomically(self.output_dir / "run.json", text + "\n")
+
+
+def describe_dataset(records):
+    """Return one line on what is trained of a dataset, and at which sizes, for a person."""
+    used = [record["used"] for record in records if record["decision"] == "used"]
+    sizes = collections.Counter("x".join(map(str, (*item["size"], item["frames"]))) for item in used)
+    listed = ", ".join(f"{size}: {count}" for size, count in sizes.most_common(8))
+    more = f" and {len(sizes) - 8} further sizes" if len(sizes) > 8 else ""
+    return f"{len(used)} of {len(records)} items are used (width x height x frames: {listed}{more})"
 
 
 def read_metrics(path):
@@ -137,7 +152,7 @@ class Metrics:
         self.expert, self.steps_before = expert, steps_before
         self.pending = []
         self.process = psutil.Process()
-        self.last_parked_bytes = offload.counters()["parked_bytes"]
+        offload.reset_counters()
         self.last_time = time.perf_counter()
         if accelerator.is_main_process:
             first = steps_before + steps.start
@@ -155,11 +170,14 @@ class Metrics:
             lr (`float`)
             grad_norm (`torch.Tensor`, a scalar): Before clipping, of the whole gradient.
         """
-        now, parked_bytes = time.perf_counter(), offload.counters()["parked_bytes"]
+        now, parked = time.perf_counter(), offload.counters()
         record = {"step": step, "lr": lr, "seconds": now - self.last_time, "device_peak_bytes": self.log.end_step()}
-        record["offloaded_bytes"] = parked_bytes - self.last_parked_bytes
+        record["offloaded_bytes"] = parked["parked_bytes"]
+        if parked["parked_bytes"] or parked["blocks_refused"]:
+            record["parking"] = {name: parked[name] for name in _PARKING}
+        offload.reset_counters()
         record["host_rss_bytes"] = self.process.memory_info().rss
-        self.last_time, self.last_parked_bytes = now, parked_bytes
+        self.last_time = now
         self.pending.append((record, loss.detach(), grad_norm.detach()))
         self.bar.update()
 
