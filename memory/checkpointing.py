@@ -53,7 +53,13 @@ def gradient_checkpoint_forward(
     """
     last_run.update(block=weakref.ref(model), recomputed=False)
     recompute = use_gradient_checkpointing or use_gradient_checkpointing_offload
-    if not recompute or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
+        return model(*args, **kwargs)
+    if not recompute:
+        if offload.is_in_use():
+            leaves = []
+            _map_leaves(leaves.append, (args, kwargs))
+            offload.keep_shared(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         return model(*args, **kwargs)
 
     tensors = []
@@ -78,6 +84,7 @@ def gradient_checkpoint_forward(
         with offload.parked_inputs(model, tensors):
             output = checkpoint(run, *tensors, use_reentrant=False)
     else:
+        offload.keep_shared(tensors)
         output = checkpoint(run, *tensors, use_reentrant=False)
     inputs.check()
     return output

@@ -80,12 +80,13 @@ class Piece:
     Args:
         rise_bytes (`int`): The highest that is alive in it, above what was at its start.
         change_bytes (`int`): What is alive at its end, less what was at its start.
-        gradient_bytes (`int`): The part of that change which is gradients of parameters.
+        rise_gradient_bytes, change_gradient_bytes (`int`): The part of the two which is gradients of parameters.
     """
 
     rise_bytes: int
     change_bytes: int
-    gradient_bytes: int = 0
+    rise_gradient_bytes: int = 0
+    change_gradient_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,9 +176,9 @@ class StepProfile:
 
         def moment(piece, place):
             nonlocal live, gradients
-            gradients += piece.gradient_bytes
-            reached = Peak(live + piece.rise_bytes, gradients, place)
+            reached = Peak(live + piece.rise_bytes, gradients + piece.rise_gradient_bytes, place)
             live += piece.change_bytes
+            gradients += piece.change_gradient_bytes
             return reached
 
         yield moment(some.before, "before the blocks")
@@ -191,12 +192,19 @@ class StepProfile:
                 parked.append(counterpart)
             yield moment(recordings[mode].forward[counterpart], f"forward of {name}")
         yield moment(recordings[blocks[-1][2]].after, "after the blocks")
+        newest = True
         for name, counterpart, mode in reversed(blocks):
+            piece = recordings[mode].backward[counterpart]
             if mode == PARK:
                 parked.pop()
                 if parked:
                     live += recordings[PARK].input_bytes[parked[-1]]
-            yield moment(recordings[mode].backward[counterpart], f"backward of {name}")
+                if not newest:
+                    # What was fetched and needs no gradient is gone as soon as the block has run again.
+                    gone = recordings[PARK].frozen_input_bytes[counterpart]
+                    piece = dataclasses.replace(piece, rise_bytes=piece.rise_bytes - gone)
+                newest = False
+            yield moment(piece, f"backward of {name}")
 
     def added_seconds(self, modes):
         """Return what a plan (`MemoryPlan.modes`) adds to the time of a step on an accelerator, for comparison.
@@ -222,6 +230,7 @@ class _Recording:
     after: Piece
     backward: list[Piece]
     input_bytes: list[int]  # what each block could park
+    frozen_input_bytes: list[int]  # of that, what needs no gradient
 
 
 def _block_modules(transformer, block_lists):
@@ -245,15 +254,17 @@ def _record(transformer, step, block_lists, gradients_exist):
 
         def mark(name):
             if name not in marks:
-                marks[name] = (*live.mark(), live.by_category["gradients"])
+                live_bytes, peak_bytes, at_peak = live.mark()
+                marks[name] = live_bytes, peak_bytes, live.by_category["gradients"], at_peak.get("gradients", 0)
 
         def before_block(index):
             def hook(block, args, kwargs):
                 if in_forward:
                     mark(("forward", index))
-                    inputs[index] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                     inputs[index] = [
-                        (t.untyped_storage()._cdata, t.nbytes, offload.is_worth_parking(t)) for t in inputs[index]
+                        (t.untyped_storage()._cdata, t.nbytes if offload.is_worth_parking(t) else 0, t.requires_grad)
+                        for t in tensors
                     ]
 
             return hook
@@ -283,33 +294,37 @@ def _record(transformer, step, block_lists, gradients_exist):
             parameter.grad = None
 
     # Each mark holds the peak of the piece that it ends, which began at the mark before it.
-    pieces, previous = {}, (start_bytes, start_bytes, 0)
     names = [("forward", index) for index in range(len(blocks))] + ["after"]
     names += [("backward", index) for index in reversed(range(len(blocks)))]
-    order = ["before", *names]
-    for ended, name in zip(order, [*names, "end"], strict=True):
-        reached = marks.get(name)
-        if reached is None:
-            pieces[ended] = Piece(0, 0)  # a block that no gradient reaches
+    pieces, start, start_gradients = {}, start_bytes, 0
+    for piece, name in zip(["before", *names], [*names, "end"], strict=True):
+        if name not in marks:
+            pieces[piece] = Piece(0, 0)  # a block that no gradient reaches
             continue
-        rise = max(reached[1], reached[0]) - previous[0]
-        pieces[ended] = Piece(rise, reached[0] - previous[0], reached[2] - previous[2])
-        previous = reached
+        live_bytes, peak_bytes, gradients, gradients_at_peak = marks[name]
+        pieces[piece] = Piece(
+            rise_bytes=peak_bytes - start,
+            change_bytes=live_bytes - start,
+            rise_gradient_bytes=gradients_at_peak - start_gradients,
+            change_gradient_bytes=gradients - start_gradients,
+        )
+        start, start_gradients = live_bytes, gradients
     return _Recording(
         before=pieces["before"],
         forward=[pieces["forward", index] for index in range(len(blocks))],
         after=pieces["after"],
         backward=[pieces["backward", index] for index in range(len(blocks))],
-        input_bytes=_parkable_bytes(inputs),
+        input_bytes=_parkable_bytes(inputs, (True, False)),
+        frozen_input_bytes=_parkable_bytes(inputs, (False,)),
     )
 
 
-def _parkable_bytes(inputs):
+def _parkable_bytes(inputs, requires_grad):
     """Return for each block the bytes of those of its inputs that no other block is given."""
     result = []
     for index, tensors in enumerate(inputs):
         others = {address for i, entries in enumerate(inputs) if i != index for address, *_ in entries or ()}
-        own = {address: num_bytes for address, num_bytes, parkable in tensors or () if parkable}
+        own = {address: num_bytes for address, num_bytes, requires in tensors or () if requires in requires_grad}
         result.append(sum(num_bytes for address, num_bytes in own.items() if address not in others))
     return result
 

@@ -355,11 +355,32 @@ def first_sighting(block, position, tensor, kind=Sighting):
     if known is None:
         known = _sightings[storage._cdata] = kind(tensor, block, position)
         return known
-    known.stay(storage)
+    _keep_shared(known, storage)
     _shared_positions.setdefault(block, set()).add(position)
+    return None
+
+
+def is_in_use():
+    """Whether anything waits for its backward pass."""
+    return bool(_sightings)
+
+
+def keep_shared(tensors):
+    """Take note that a block call that parks nothing is given `tensors` (any shapes): the parked ones come back.
+
+    Without it a plan in which one block parks would park, of all things, what all blocks share.
+    """
+    for tensor in tensors:
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if (known := _sightings.get(storage._cdata)) is not None:
+                _keep_shared(known, storage)
+
+
+def _keep_shared(known, storage):
+    known.stay(storage)
     if (first_block := known.block()) is not None:
         _shared_positions.setdefault(first_block, set()).add(known.position)
-    return None
 
 
 def _can_be_parked(tensor):

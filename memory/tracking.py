@@ -55,10 +55,10 @@ class LiveBytes(TorchDispatchMode):
         self._note_peak()
 
     def mark(self):
-        """Return the (live, peak) bytes, and let the peak begin anew."""
-        live, peak = self.live_bytes, self.peak_bytes
-        self.peak_bytes = live
-        return live, peak
+        """Return the live bytes, the peak and its categories, and let the peak begin anew."""
+        marked = self.live_bytes, self.peak_bytes, self.by_category_at_peak
+        self.peak_bytes, self.by_category_at_peak = self.live_bytes, dict(self.by_category)
+        return marked
 
     def _see(self, tensor, category):
         """Follow the storage of `tensor` if it is new, and return whether its bytes count."""

@@ -24,7 +24,6 @@ from PIL import Image, ImageDraw
 from torch import nn
 
 from memory import offload
-from memory.log import pinned_bytes
 from memory.plan import MemoryPlan
 from memory.tracking import LiveBytes
 from training.arguments import parse_args
@@ -320,23 +319,15 @@ def measure_step(module, batch):
     device = batch["latents"].device
     on_cuda = device.type == "cuda"
     offload.reset_counters()
-    pinned_before, samples = pinned_bytes(), []
-
-    def device_bytes(live):  # on a CPU, where what is parked is host memory as well
-        return live.live_bytes - (pinned_bytes() - pinned_before)
-
-    def sample(live):
-        samples.append(device_bytes(live))
-
-    with contextlib.nullcontext() if on_cuda else LiveBytes(on_change=sample) as live:
+    with contextlib.nullcontext() if on_cuda else LiveBytes() as live:
         if on_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         loss = module(batch)
-        held_bytes = torch.cuda.memory_allocated() - before if on_cuda else device_bytes(live)
+        held_bytes = torch.cuda.memory_allocated() - before if on_cuda else live.live_bytes
         loss.backward()
-        peak_bytes = torch.cuda.max_memory_allocated() - before if on_cuda else max(samples)
+        peak_bytes = torch.cuda.max_memory_allocated() - before if on_cuda else live.peak_bytes
     for parameter in module.parameters():
         parameter.grad = None
     host_bytes = offload.counters()["pool_peak_bytes"]

@@ -496,6 +496,9 @@ def check_fits(forecast, plan):
     phases = forecast.phases(plan.modes)
     peak_phase = max(phases, key=phases.get)
     need = phases[peak_phase]
+    if forecast.launch.device_type == "cpu":
+        host, free = forecast.host_bytes(plan.modes), psutil.virtual_memory().available
+        return f"on the CPU: {format_bytes(host)} in all, of the {format_bytes(free)} that the host has free"
     if forecast.launch.device_bytes is None:
         return f"no accelerator is here to compare with: one with {format_bytes(need + RESERVED_BYTES)} is needed"
     free, total = forecast.launch.device_bytes

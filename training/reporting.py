@@ -97,7 +97,8 @@ class RunRecord:
             "training_peak_bytes": device_peak_bytes or (watched and watched.peak_bytes) or None,
             "peak_phase": self.log.peak_phase(),
             "by_category": watched.by_category if watched else {},
-            "parked_bytes": offload.counters()["pool_peak_bytes"],
+            # Of one forward pass, and not of the first, in which shared tensors are not known yet.
+            "parked_bytes": steps[-1]["offloaded_bytes"] // self.content["arguments"]["gradient_accumulation_steps"],
             "host_bytes": max((step["host_rss_bytes"] for step in steps), default=None),
         }
         self.content |= {"measured": measured, "memory_points": self.log.points}

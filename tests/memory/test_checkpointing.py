@@ -329,6 +329,25 @@ def test_shared_tensors_do_not_stay_parked_in_the_first_step():
     loss.backward()
 
 
+@pytest.mark.parametrize("others", [(False, False), (True, False)])
+def test_one_block_that_parks_among_others_leaves_alone_what_it_shares_with_them(others):
+    blocks, parameter = nn.ModuleList(Block() for _ in range(3)), nn.Parameter(torch.randn(TOKENS, 32))
+
+    def forward():
+        h, temb = torch.randn(TOKENS, 32) * 1, torch.randn(TOKENS, 32, requires_grad=True) * 1
+        shared = {"temb": temb, "rope": (temb * 2, temb * 3), "weight": parameter, "small": temb[0], "expanded": temb}
+        for block, mode in zip(blocks, ((False, True), others, others), strict=True):
+            h = dispatch(block, *mode, hidden_states=h, **shared)
+        return h.sum()
+
+    first = forward()
+    assert offload.counters()["pool_bytes"] == INPUT_BYTES, "the second block has brought back what it is given too"
+    first.backward()
+    offload.reset_counters()
+    forward().backward()
+    assert offload.counters()["parked_bytes"] == INPUT_BYTES
+
+
 def test_parked_tensors_leave_the_device():
     """The tensor itself is gone once the next is parked, not only copied. The newest, needed first, stays."""
     from torch.multiprocessing.reductions import StorageWeakRef

@@ -229,7 +229,10 @@ def test_the_whole_demo(family, media, num_items, num_steps, num_parked_numbers,
     assert keep["host_bytes"] == recompute["host_bytes"] == 0
     assert parked["host_bytes"] == 4 * num_parked_numbers
     if results["device"] == "cpu":
-        assert recompute["held_bytes"] - parked["held_bytes"] == parked["host_bytes"]
+        # The inputs of the newest block that parks are still on the device.
+        num_parking = load("demo").MEMORY_NUM_LAYERS - 1
+        freed = parked["host_bytes"] * (num_parking - 1) // num_parking
+        assert recompute["held_bytes"] - parked["held_bytes"] == freed
 
     for name in ("loss.png", "samples.png", "memory.png"):
         with Image.open(folder / name) as picture:
