@@ -1,6 +1,6 @@
 """What training each of the shipped recipes' models takes of memory, forecast on a CPU. NOT measured on a GPU.
 
-    python benchmarks/forecasts.py [--model Wan2.1-T2V-14B] [--markdown]    # all models: five minutes on one core
+    python benchmarks/forecasts.py [--model Wan2.1-T2V-14B] [--markdown]    # all models: 3.5 minutes on one core
 
 Every row is `--dry_run` of an entry script with the settings of the recipes: a folder with the published configs and
 no weights, one item of the size, bf16, batch 1, a short caption (Wan pads it to 512 tokens). LoRA: rank 32, the
