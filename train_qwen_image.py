@@ -176,7 +176,7 @@ def main(args, log):
     if never_trained:
         accelerator.print(f"never trained, since they get no gradient: {', '.join(never_trained)}")
     if args.dry_run:
-        return
+        return forecast
 
     # ---- the encoders, each used once and let go
     with refuse_unreadable_model(args):

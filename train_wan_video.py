@@ -233,7 +233,7 @@ def main(args, log):
     accelerator.print(batches.describe(last_step))
     run = RunRecord(accelerator, args, log, plan=plan, parameters=parameters, forecast=forecast, records=records)
     if args.dry_run:
-        return
+        return forecast
 
     # ---- the encoders, each used once and let go
     with refuse_unreadable_model(args):

@@ -7,17 +7,17 @@ published configs: what a run would refuse, or read otherwise than the recipe sa
 import ast
 import dataclasses
 import functools
-import json
+import math
 import os
 import pathlib
 import re
 import shutil
 import subprocess
-import tempfile
 
 import pytest
 
-from benchmarks.wan_video_memory import GIB, MODELS, predict
+from benchmarks.forecasts import GIB, MODELS, dry_run, model_folder, predict
+from memory import offload
 from pipelines.wan_video import find_variant
 from training.arguments import parse_args, resolve_for_model
 from training.errors import RefusedError
@@ -115,25 +115,7 @@ def parse(training_script, flags):
 def wan_values(hub_id):
     """Return what training takes from a model of the hub, by way of a folder with the configs published there."""
     model = hub_id.removeprefix("Wan-AI/").removesuffix("-Diffusers")
-    image_to_video = "I2V-" in model and "TI2V" not in model or "FLF2V" in model
-    index = {"_class_name": "WanImageToVideoPipeline" if image_to_video else "WanPipeline"}
-    if "A14B" in model:
-        index["boundary_ratio"] = 0.9 if image_to_video else 0.875
-    vae = {"_class_name": "AutoencoderKLWan"}
-    if "TI2V" in model:
-        index["expand_timesteps"] = True
-        vae["scale_factor_spatial"] = 16
-    defaults = {"_class_name": "WanTransformer3DModel", "patch_size": [1, 2, 2], "in_channels": 16, "out_channels": 16}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, config in (
-            ("model_index.json", index),
-            ("vae/config.json", vae),
-            ("transformer/config.json", defaults | MODELS[model][0]),
-        ):
-            path = pathlib.Path(folder, name)
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(config))
-        variant = find_variant(folder)
+    variant = find_variant(model_folder(model).name)
     return dataclasses.asdict(variant) | {"experts": variant.experts, "lora_target_modules": "to_q"}
 
 
@@ -316,9 +298,9 @@ def test_header_says_what_for_on_what_and_how_much(recipe):
     for word in ("# Goal: ", f"# Usage: bash {recipe} ", "DATASET_PATH", "OUTPUT_DIR", "# Hardware: ", "# Memory"):
         assert word in text, word
     # Until a run on a GPU has given figures, no reader may take these for such.
-    assert "NOT measured on a GPU" in text
+    assert "Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py)" in flowing(text)
     if recipe in WAN_RECIPES:
-        words = ["Clips: ", "--clip_part", "--fps", "Predicted with fake tensors, NOT measured on a GPU."]
+        words = ["Clips: ", "--clip_part", "--fps"]
         words += ["if that is 5 or more: pictures are left out"] * ("-T2V" not in recipe.stem)
         for word in words:
             assert word in flowing(text), word
@@ -350,26 +332,42 @@ def test_bytes_per_parameter_of_full_training_add_up(recipe):
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(path, marks=[] if "1.3B" in path.stem else pytest.mark.slow, id=str(path)) for path in WAN_RECIPES],
+    [
+        pytest.param(
+            path, marks=[] if path.stem in ("Qwen-Image", "Wan2.1-T2V-1.3B") else pytest.mark.slow, id=str(path)
+        )
+        for path in RECIPES
+    ],
 )
-def test_memory_in_the_header_is_what_the_benchmark_predicts(recipe):
-    mode, model = recipe.parts[2], recipe.stem
+def test_memory_in_the_header_is_what_the_benchmark_forecasts(recipe, request):
+    request.addfinalizer(lambda: offload.set_limit(None))  # a dry run sets one
+    mode, model = recipe.parts[2], recipe.stem.removesuffix("-2512")
     text = header(recipe)
-    predictions = [predict(model, clip, mode) for clip in MODELS[model][1]]
-    assert predictions[0]["num_parameters"] == NUM_PARAMETERS[model]
+    memory = text[text.index("# Memory") :]
+    sizes = [size for size in MODELS[model][2] if "{}x{}".format(*size[:2]) in memory]
+    batch = re.search(r"(\d+) pictures of", memory)
+    flags = ["--train_batch_size", batch[1]] if batch else []
+    forecast = dry_run(model, sizes[0], mode, *flags)
+    predictions = [predict(model, size, mode, *flags) for size in sizes]
+    assert sum(parameter.numel() for parameter in forecast.skeleton.parameters()) == NUM_PARAMETERS[model]
     for label, key in (
         ("no checkpointing flag", "keep"),
         ("--use_gradient_checkpointing", "recompute"),
         ("--use_gradient_checkpointing_offload", "park"),
     ):
         line = re.search(rf"^#   {label} +(\d.*)$", text, re.MULTILINE)[1]
-        expected = [f"{figures[key] / GIB:.1f}" for figures in predictions]
+        expected = [predicted[key]["training_peak_bytes"] for predicted in predictions]
         if key == "park":
-            expected += [f"{figures['pinned_host'] / GIB:.1f}" for figures in predictions]
-        assert re.findall(r"\d+\.\d+", line) == expected
+            expected += [predicted[key]["parked_bytes"] for predicted in predictions]
+        assert re.findall(r"\d+\.\d+", line) == [f"{num_bytes / GIB:.1f}" for num_bytes in expected]
+    parked = predictions[-1]["park"]
+    if parked["peak_phase"] == "text encoder":
+        assert f"the text encoder is alone on the GPU, with {parked['phases']['text encoder'] / GIB:.1f} GiB" in text
+    else:
+        assert parked["peak_phase"] == "training"
     if mode == "lora":
-        assert f"weights ({predictions[0]['weights'] / GIB:.1f} GiB)" in text
-        num_trained = predictions[0]["num_trained"]
+        assert f"weights ({parked['by_category']['weights'] / GIB:.1f} GiB)" in text
+        num_trained = sum(math.prod(shape) for shape, _ in forecast.parameters.values())
         # The file is in bf16; a checkpoint has fp32 and two moments.
         disk = f"takes {2 * num_trained / 1e9:.2f} GB of disk, a checkpoint {12 * num_trained / 1e9:.1f} GB."
         assert disk in flowing(text)

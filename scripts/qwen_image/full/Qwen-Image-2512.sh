@@ -18,9 +18,13 @@
 #   at the optimizer step               18         12.03        10
 #                                      342 GiB    229 GiB      190 GiB
 # That is the peak; adamw is torch's fused one on a GPU, which needs nothing beside its state.
-# In the backward pass the gradients are bf16, 2 bytes: with adamw_8bit 191 GiB and the activations. Recomputed, those
-# come to about 4 GiB per picture at 1328x1328, so that batch 4 stays below the peak; kept, to more than 50 GiB.
-# Calculated, NOT measured on a GPU. The CUDA context and fragmentation come on top.
+# In the backward pass the gradients are bf16, 2 bytes. Peak of a step, adamw_8bit, 4 pictures of 1328x1328; the last
+# block's text stream, which gets no gradient, is not counted:
+#   no checkpointing flag                 428.6 GiB
+#   --use_gradient_checkpointing          228.1 GiB
+#   --use_gradient_checkpointing_offload  228.1 GiB, and 9.3 GiB parked in host memory
+# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py) The CUDA context and fragmentation come
+# on top.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 if [ -d .venv/bin ]; then

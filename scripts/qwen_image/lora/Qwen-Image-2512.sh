@@ -10,10 +10,11 @@
 #
 # Memory at 1024x1024, batch 1, these targets, a short caption; weights (38.1 GiB), fp32 adapters, their gradients and
 # AdamW included:
-#   no checkpointing flag                  72.4 GiB
-#   --use_gradient_checkpointing           42.6 GiB
-#   --use_gradient_checkpointing_offload   41.2 GiB
-# Predicted with fake tensors, NOT measured on a GPU. The CUDA context and fragmentation come on top.
+#   no checkpointing flag                  72.2 GiB
+#   --use_gradient_checkpointing           42.5 GiB
+#   --use_gradient_checkpointing_offload   41.9 GiB, and 1.4 GiB parked in host memory
+# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py) The CUDA context and fragmentation come
+# on top.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 if [ -d .venv/bin ]; then

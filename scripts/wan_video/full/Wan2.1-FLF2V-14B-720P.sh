@@ -22,12 +22,12 @@
 #   at the optimizer step               18         12.03        10
 #                                      275 GiB    184 GiB      153 GiB
 # adamw is torch's fused one on a GPU, which needs nothing beside its state.
-# In the backward pass the gradients are bf16, 2 bytes; there, with adamw_8bit and one clip of 81 frames at 1280x720:
+# In the backward pass the gradients are bf16, 2 bytes. Peak of a step, adamw_8bit, one clip of 81 frames at 1280x720:
 #   no checkpointing flag                1067.1 GiB
-#   --use_gradient_checkpointing          181.3 GiB
-#   --use_gradient_checkpointing_offload  181.3 GiB, and 39.0 GiB of pinned host memory
-# The higher one, of this and the optimizer step, is the peak. At batch 1 parking saves little or nothing: as the
-# inputs go the gradients come. Predicted with fake tensors, NOT measured on a GPU. (benchmarks/wan_video_memory.py)
+#   --use_gradient_checkpointing          183.7 GiB
+#   --use_gradient_checkpointing_offload  183.7 GiB, and 28.1 GiB parked in host memory
+# That is in the backward pass or, if it takes more, at the optimizer step. At batch 1 parking saves little or nothing:
+# as the inputs go the gradients come. Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py)
 # The CUDA context and fragmentation come on top.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."

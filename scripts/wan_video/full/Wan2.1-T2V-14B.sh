@@ -21,13 +21,13 @@
 #   at the optimizer step               18         12.03        10
 #                                      240 GiB    160 GiB      133 GiB
 # adamw is torch's fused one on a GPU, which needs nothing beside its state.
-# In the backward pass the gradients are bf16, 2 bytes; there, with adamw_8bit and one clip of 81 frames:
+# In the backward pass the gradients are bf16, 2 bytes. Peak of a step, adamw_8bit, one clip of 81 frames:
 #                                           832x480    1280x720
 #   no checkpointing flag                 491.0 GiB   992.5 GiB
-#   --use_gradient_checkpointing          144.4 GiB   162.8 GiB
-#   --use_gradient_checkpointing_offload  144.4 GiB   160.2 GiB, and 19.5 or 39.0 GiB of pinned host memory
-# The higher one, of this and the optimizer step, is the peak. At batch 1 parking saves little or nothing: as the
-# inputs go the gradients come. Predicted with fake tensors, NOT measured on a GPU. (benchmarks/wan_video_memory.py)
+#   --use_gradient_checkpointing          160.1 GiB   162.8 GiB
+#   --use_gradient_checkpointing_offload  160.1 GiB   160.3 GiB, and 12.2 or 28.1 GiB parked in host memory
+# That is in the backward pass or, if it takes more, at the optimizer step. At batch 1 parking saves little or nothing:
+# as the inputs go the gradients come. Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py)
 # The CUDA context and fragmentation come on top.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."

@@ -23,12 +23,12 @@
 #   at the optimizer step               18         12.03        10
 #                                     83.8 GiB   56.0 GiB     46.6 GiB
 # adamw is torch's fused one on a GPU, which needs nothing beside its state.
-# In the backward pass the gradients are bf16, 2 bytes; there, with adamw_8bit and one clip of 121 frames at 1280x704:
+# In the backward pass the gradients are bf16, 2 bytes. Peak of a step, adamw_8bit, one clip of 121 frames at 1280x704:
 #   no checkpointing flag                 277.9 GiB
 #   --use_gradient_checkpointing           58.5 GiB
-#   --use_gradient_checkpointing_offload   58.5 GiB, and 7.2 GiB of pinned host memory
-# The higher one, of this and the optimizer step, is the peak. At batch 1 parking saves little or nothing: as the
-# inputs go the gradients come. Predicted with fake tensors, NOT measured on a GPU. (benchmarks/wan_video_memory.py)
+#   --use_gradient_checkpointing_offload   58.5 GiB, and 4.5 GiB parked in host memory
+# That is in the backward pass or, if it takes more, at the optimizer step. At batch 1 parking saves little or nothing:
+# as the inputs go the gradients come. Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py)
 # The CUDA context and fragmentation come on top.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."

@@ -13,11 +13,11 @@
 # just as much memory on each. The result takes 0.36 GB of disk, a checkpoint 2.2 GB.
 #
 # Memory at 1280x720, 81 frames, batch 1, these targets; with weights (30.6 GiB), adapters, gradients and AdamW:
-#   no checkpointing flag                 776.1 GiB
-#   --use_gradient_checkpointing           87.2 GiB
-#   --use_gradient_checkpointing_offload   59.0 GiB, and 39.0 GiB of pinned host memory
-# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/wan_video_memory.py) The CUDA context and
-# fragmentation come on top.
+#   no checkpointing flag                 775.5 GiB
+#   --use_gradient_checkpointing           86.5 GiB
+#   --use_gradient_checkpointing_offload   59.7 GiB, and 28.1 GiB parked in host memory
+# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py) The CUDA context and fragmentation come
+# on top.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 if [ -d .venv/bin ]; then

@@ -13,11 +13,11 @@
 # just as much memory on each. The result takes 0.36 GB of disk, a checkpoint 2.2 GB.
 #
 # Memory at 832x480, 81 frames, batch 1, these targets; with weights (30.6 GiB), adapters, gradients and AdamW:
-#   no checkpointing flag                 355.7 GiB
-#   --use_gradient_checkpointing           56.6 GiB
-#   --use_gradient_checkpointing_offload   44.5 GiB, and 19.5 GiB of pinned host memory
-# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/wan_video_memory.py) The CUDA context and
-# fragmentation come on top.
+#   no checkpointing flag                 355.0 GiB
+#   --use_gradient_checkpointing           56.0 GiB
+#   --use_gradient_checkpointing_offload   44.7 GiB, and 12.2 GiB parked in host memory
+# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py) The CUDA context and fragmentation come
+# on top.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 if [ -d .venv/bin ]; then

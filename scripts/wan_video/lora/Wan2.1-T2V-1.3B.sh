@@ -12,11 +12,11 @@
 # just as much memory on each. The result takes 0.09 GB of disk, a checkpoint 0.5 GB.
 #
 # Memory at 832x480, 81 frames, batch 1, these targets; with weights (2.6 GiB), adapters, gradients and AdamW:
-#   no checkpointing flag                  88.6 GiB
-#   --use_gradient_checkpointing           10.2 GiB
-#   --use_gradient_checkpointing_offload    7.4 GiB, and 3.6 GiB of pinned host memory
-# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/wan_video_memory.py) The CUDA context and
-# fragmentation come on top. Before training the text encoder is alone on the GPU, with 10.6 GiB.
+#   no checkpointing flag                  88.4 GiB
+#   --use_gradient_checkpointing           10.0 GiB
+#   --use_gradient_checkpointing_offload    7.5 GiB, and 2.7 GiB parked in host memory
+# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py) The CUDA context and fragmentation come
+# on top. Before training the text encoder is alone on the GPU, with 10.9 GiB.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 if [ -d .venv/bin ]; then

@@ -17,11 +17,11 @@
 #
 # Memory at 81 frames, batch 1, these targets; with weights (26.7 GiB), adapters, gradients and AdamW:
 #                                           832x480    1280x720
-#   no checkpointing flag                 325.9 GiB   713.0 GiB
-#   --use_gradient_checkpointing           51.7 GiB    81.4 GiB
-#   --use_gradient_checkpointing_offload   39.5 GiB    53.2 GiB, and 19.5 or 39.0 GiB of pinned host memory
-# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/wan_video_memory.py) The CUDA context and
-# fragmentation come on top.
+#   no checkpointing flag                 325.3 GiB   712.4 GiB
+#   --use_gradient_checkpointing           51.1 GiB    80.8 GiB
+#   --use_gradient_checkpointing_offload   39.8 GiB    53.9 GiB, and 12.2 or 28.1 GiB parked in host memory
+# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py) The CUDA context and fragmentation come
+# on top.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 if [ -d .venv/bin ]; then

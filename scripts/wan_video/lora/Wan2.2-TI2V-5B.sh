@@ -14,11 +14,11 @@
 # below: more samples per step, just as much memory on each. The result takes 0.16 GB of disk, a checkpoint 1.0 GB.
 #
 # Memory at 1280x704, 121 frames, batch 1, these targets; with weights (9.3 GiB), adapters, gradients and AdamW:
-#   no checkpointing flag                 217.0 GiB
-#   --use_gradient_checkpointing           24.6 GiB
-#   --use_gradient_checkpointing_offload   20.1 GiB, and 7.2 GiB of pinned host memory
-# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/wan_video_memory.py) The CUDA context and
-# fragmentation come on top.
+#   no checkpointing flag                 216.7 GiB
+#   --use_gradient_checkpointing           24.3 GiB
+#   --use_gradient_checkpointing_offload   20.2 GiB, and 4.5 GiB parked in host memory
+# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py) The CUDA context and fragmentation come
+# on top.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 if [ -d .venv/bin ]; then
