@@ -82,7 +82,8 @@ def main():
         for index in range(NUM_ITEMS)
     ]
     dataset = TrainingDataset(samples, [SigmaLaw("logit_normal", 2.0)] * NUM_ITEMS, seed=0)
-    records = [{"used": {"size": [LATENT_SIDE, LATENT_SIDE]}}] * NUM_ITEMS
+    used = {"size": [LATENT_SIDE, LATENT_SIDE], "frames": 1}
+    records = [{"id": str(index), "caption": "", "used": used} for index in range(NUM_ITEMS)]
     ours, bare = [], []
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--pretrained_model_name_or_path - --dataset_path - --output_dir {folder} --training_mode full"
@@ -90,7 +91,7 @@ def main():
         args = parse_args(flags.split(), description="", values=FAMILY)
         accelerator = start_accelerator(args)
         optimizer_class, arguments = find_optimizer(args)
-        order, last_step = plan_batches(args, records, accelerator.num_processes)
+        order, last_step = plan_batches(args, records, accelerator.num_processes, resumed={"step": 0}, model={})
         batches = [
             collate([dataset[1, 0, index], dataset[1, 1, index + 1]]) for index in range(0, NUM_ITEMS, BATCH_SIZE)
         ]
