@@ -33,7 +33,7 @@ _PACKAGES = (
 )
 
 
-# What metrics.jsonl says of a step in which inputs are parked, beside how much that is.
+# What run.json says of parking in the last step, beside how many bytes it was.
 _PARKING = ("bytes_to_host", "bytes_to_device", "blocks_refused", "pool_peak_bytes", "waits", "unsatisfied_waits")
 
 
@@ -106,11 +106,16 @@ class RunRecord:
             # Of one forward pass, and not of the first, in which shared tensors are not known yet.
             "parked_bytes": steps[-1]["offloaded_bytes"] // self.content["arguments"]["gradient_accumulation_steps"],
             "host_bytes": max((step["host_rss_bytes"] for step in steps), default=None),
+            "parking": self.log.parking,
         }
         self.content |= {"measured": measured, "memory_points": self.log.points}
         self._write()
         self.log.plot(self.output_dir / "memory.png", forecast_bytes=self.log.forecast_bytes)
         print("\n".join(compare_forecast(self.content["forecast"], measured)))
+        if measured["parked_bytes"] or (self.log.parking and self.log.parking["blocks_refused"]):
+            print(
+                "parking in the last step: " + ", ".join(f"{key} {value}" for key, value in self.log.parking.items())
+            )
         print(self.log.table())
 
     def _write(self):
@@ -173,8 +178,7 @@ class Metrics:
         now, parked = time.perf_counter(), offload.counters()
         record = {"step": step, "lr": lr, "seconds": now - self.last_time, "device_peak_bytes": self.log.end_step()}
         record["offloaded_bytes"] = parked["parked_bytes"]
-        if parked["parked_bytes"] or parked["blocks_refused"]:
-            record["parking"] = {name: parked[name] for name in _PARKING}
+        self.log.parking = {name: parked[name] for name in _PARKING}
         offload.reset_counters()
         record["host_rss_bytes"] = self.process.memory_info().rss
         self.last_time = now
