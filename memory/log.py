@@ -37,8 +37,8 @@ class MemoryLog:
         watched (`Watch` or None): The last training that `watch` followed.
         parking (`dict` or None): What `offload.counters` said of the last optimizer step, if someone sets it.
         forecast_bytes (`int` or None): Predicted peak of the training, if someone sets it.
-        suggestions (callable or None): If someone sets it: function to a list of settings that would save memory, as
-            pairs of text and bytes. Called when memory has run out.
+        suggestions (callable or None): If someone sets it: function from the phase, "training" or None (another), to
+            a list of settings that would save memory, as pairs of text and bytes. Called when memory has run out.
     """
 
     def __init__(self):
@@ -179,7 +179,8 @@ class MemoryLog:
         actual = ", ".join(f"{_size(num_bytes)} {what}" for what, num_bytes in actual.items())
         sentences.append(f"{forecast}{'actual' if forecast else 'Actual'}: {actual}.")
         if self.suggestions is not None:
-            best = sorted(self.suggestions(), key=lambda pair: -pair[1])[:3]
+            phase = None if self._step is None else "training"
+            best = sorted(self.suggestions(phase), key=lambda pair: -pair[1])[:3]
             if best:
                 listed = "; ".join(f"{setting} ({_size(num_bytes)})" for setting, num_bytes in best)
                 sentences.append(f"What would save most: {listed}.")

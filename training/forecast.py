@@ -298,14 +298,20 @@ class RunForecast:
             plans[name] = MemoryPlan.from_args(_changed(self.args, **flags, checkpoint_blocks=None), self.block_lists)
         return {name: sum(self.training(plan.modes)[0].values()) for name, plan in plans.items()}
 
-    def suggestions(self, plan):
-        """Return the settings that would lower the peak of the run, as (what to set, bytes that it saves), best first.
+    def suggestions(self, plan, phase=None):
+        """Return the settings that would lower a peak, as (what to set, bytes that it saves), best first.
 
         Args:
             plan (`MemoryPlan`): The plan as it is.
+            phase (`str`, *optional*): The phase whose peak it is; without it the highest of the run.
         """
-        now = max(self.phases(plan.modes).values())
-        saved = [(text, now - max(other.phases(modes).values())) for text, other, modes in self._alternatives(plan)]
+
+        def peak(forecast, modes):
+            phases = forecast.phases(modes)
+            return phases[phase] if phase else max(phases.values())
+
+        now = peak(self, plan.modes)
+        saved = [(text, now - peak(other, modes)) for text, other, modes in self._alternatives(plan)]
         return sorted((entry for entry in saved if entry[1] > 0), key=lambda entry: -entry[1])
 
     def _alternatives(self, plan):

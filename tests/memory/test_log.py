@@ -236,7 +236,7 @@ def test_parked_inputs_are_in_host_memory(monkeypatch):
         held[name] = log.watched.held_bytes
         assert max(sample[3] for sample in log.watched.samples) == (4 * SQUARE if name == "park" else 0)
         assert all(min(sample[2].values()) >= 0 for sample in log.watched.samples)
-    assert held["recompute"] - held["park"] == 4 * SQUARE
+    assert held["recompute"] - held["park"] == 3 * SQUARE, "the newest is still on the device"
 
 
 def test_the_samples_are_few_and_keep_the_peak(monkeypatch):
@@ -330,7 +330,7 @@ def test_out_of_memory_compares_with_the_forecast_and_says_what_would_help(monke
     with pytest.raises(OutOfMemory) as error, MemoryLog() as log:
         log.begin(torch.device("cuda"))
         log.forecast_bytes = 2**30
-        log.suggestions = lambda: [("--a", 1), ("--b", 2**30), ("--c", 2**20), ("--d", 2**21)]
+        log.suggestions = lambda phase: [("--a", 1), ("--b", 2**30), ("--c", 2**20), ("--d", 2**21)]
         log.point("VAE")
         device.hold(2**31, peak=3 * 2**30)
         raise MemoryError
@@ -350,7 +350,7 @@ def test_the_error_of_the_cpu_allocator_is_understood():
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes"), ValueError("out of memory"), SystemExit(3)])
 def test_other_errors_pass_as_they_are(error):
     with pytest.raises(type(error)) as caught, MemoryLog() as log:
-        log.suggestions = lambda: pytest.fail("not asked for")
+        log.suggestions = lambda phase: pytest.fail("not asked for")
         raise error
     assert caught.value is error
 
@@ -361,9 +361,10 @@ import runpy, torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock as Block
 forward, calls = Block.forward, []
 def failing(self, *args, **kwargs):
-    calls.append(self)
-    if len(calls) == 7:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    if type(self.img_mod[1].weight.data) is torch.Tensor:  # not those without content, of the forecast
+        calls.append(self)
+        if len(calls) == 7:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return forward(self, *args, **kwargs)
 Block.forward = failing
 runpy.run_path('train_qwen_image.py', run_name='__main__')
@@ -374,8 +375,9 @@ runpy.run_path('train_qwen_image.py', run_name='__main__')
     (error,) = re.findall("error: (.*)", done.stderr)  # behind the progress bar
     assert error.startswith(
         "Out of memory in step 2 (backward), in or after transformer.transformer_blocks.1 (recomputation), "
-        "when asked for 2.00 GiB. Actual: "
+        "when asked for 2.00 GiB. Forecast for training: "
     )
+    assert re.search(r"; actual: .* What would save most: --.* \(.* MiB\); --.* \(.* MiB\)\.$", error)
     assert "Traceback" not in done.stderr
 
 
