@@ -122,7 +122,7 @@ def test_same_bytes_when_the_inputs_are_really_parked(lora_run, script, tiny_qwe
     measured = json.loads((tmp_path / "run.json").read_text())["measured"]
     parking = measured["parking"]  # of two micro-batches, one after the other
     assert parking["bytes_to_host"] == metrics(tmp_path)[-1]["offloaded_bytes"] == 2 * measured["parked_bytes"]
-    assert parking["blocks_refused"] == 0 and parking["pool_peak_bytes"] == measured["parked_bytes"]
+    assert parking["blocks_refused"] == 0 and parking["pool_peak_bytes"] >= measured["parked_bytes"]
     assert (tmp_path / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
 
 

@@ -34,7 +34,7 @@ _PACKAGES = (
 
 
 # What run.json says of parking in the last step, beside how many bytes it was.
-_PARKING = ("bytes_to_host", "bytes_to_device", "blocks_refused", "pool_peak_bytes", "waits", "unsatisfied_waits")
+_PARKING = ("bytes_to_host", "bytes_to_device", "blocks_refused", "waits", "unsatisfied_waits")
 
 
 def write_atomically(path, text):
@@ -106,7 +106,7 @@ class RunRecord:
             # Of one forward pass, and not of the first, in which shared tensors are not known yet.
             "parked_bytes": steps[-1]["offloaded_bytes"] // self.content["arguments"]["gradient_accumulation_steps"],
             "host_bytes": max((step["host_rss_bytes"] for step in steps), default=None),
-            "parking": self.log.parking,
+            "parking": {**(self.log.parking or {}), "pool_peak_bytes": offload.counters()["pool_peak_bytes"]},
         }
         self.content |= {"measured": measured, "memory_points": self.log.points}
         self._write()
@@ -157,7 +157,7 @@ class Metrics:
         self.expert, self.steps_before = expert, steps_before
         self.pending = []
         self.process = psutil.Process()
-        offload.reset_counters()
+        self.last_parked = offload.counters()
         self.last_time = time.perf_counter()
         if accelerator.is_main_process:
             first = steps_before + steps.start
@@ -177,11 +177,10 @@ class Metrics:
         """
         now, parked = time.perf_counter(), offload.counters()
         record = {"step": step, "lr": lr, "seconds": now - self.last_time, "device_peak_bytes": self.log.end_step()}
-        record["offloaded_bytes"] = parked["parked_bytes"]
-        self.log.parking = {name: parked[name] for name in _PARKING}
-        offload.reset_counters()
+        record["offloaded_bytes"] = parked["parked_bytes"] - self.last_parked["parked_bytes"]
+        self.log.parking = {name: parked[name] - self.last_parked[name] for name in _PARKING}
         record["host_rss_bytes"] = self.process.memory_info().rss
-        self.last_time = now
+        self.last_time, self.last_parked = now, parked
         self.pending.append((record, loss.detach(), grad_norm.detach()))
         self.bar.update()
 
