@@ -59,13 +59,13 @@ class Case:
         if family == "qwen_image":
             self.pipeline, self.module_class = qwen_image, QwenImageTrainingModule
             self.model_class, self.block_list, self.num_blocks = QwenImageTransformer2DModel, "transformer_blocks", 12
-            heads = 24 if real_size else 3
+            heads = 24 if real_size else 4
             self.config = {"num_attention_heads": heads, "joint_attention_dim": 3584 if real_size else 256}
-            self.latents, self.text = (16, 128, 128) if real_size else (16, 40, 40), 512 if real_size else 64
+            self.latents, self.text = (16, 128, 128) if real_size else (16, 48, 48), 512 if real_size else 64
         else:
             self.pipeline, self.module_class = wan_video, WanVideoTrainingModule
             self.model_class, self.block_list, self.num_blocks = WanTransformer3DModel, "blocks", 8
-            sizes = (40, 4096, 13824) if real_size else (2, 256, 896)
+            sizes = (40, 4096, 13824) if real_size else (3, 256, 1344)
             self.config = dict(zip(("num_attention_heads", "text_dim", "ffn_dim"), sizes, strict=True))
             self.latents, self.text = (16, 21, 60, 104) if real_size else (16, 3, 32, 32), 512
         self.transformer = self._make(self.num_blocks).to(device)
