@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import gc
 import inspect
+import os
 import pathlib
 import platform
 import statistics
@@ -68,7 +69,7 @@ class Case:
             sizes = (40, 4096, 13824) if real_size else (3, 256, 1344)
             self.config = dict(zip(("num_attention_heads", "text_dim", "ffn_dim"), sizes, strict=True))
             self.latents, self.text = (16, 21, 60, 104) if real_size else (16, 3, 32, 32), 512
-        self.transformer = self._make(self.num_blocks).to(device)
+        self.transformer = self._make(self.num_blocks, device)
         for parameter in self.transformer.parameters():
             if parameter.requires_grad:
                 nn.init.normal_(parameter, std=0.02)  # B as well, which would start at zero
@@ -76,10 +77,11 @@ class Case:
         tokens, width = self.batch["latents"].numel() // 16 // 4, 128 * self.config["num_attention_heads"]
         self.name = f"{family}: {self.num_blocks} blocks of width {width}, {tokens} tokens, {self.text} of text"
 
-    def _make(self, num_blocks):
-        transformer = self.model_class(num_layers=num_blocks, **self.config)
-        if self.dtype != torch.float32:
-            transformer = transformer.to(self.dtype)
+    def _make(self, num_blocks, device):
+        with init_empty_weights() if device == "meta" else torch.device(device):
+            transformer = self.model_class(num_layers=num_blocks, **self.config)
+        for parameter in transformer.parameters():
+            parameter.data = parameter.data.to(self.dtype)
         never_trained = self.pipeline.never_trained_modules(transformer)
         wanted = FAMILY["lora_target_modules"].split(",")
         if self.pipeline is wan_video:
@@ -99,8 +101,7 @@ class Case:
         """Return the `StepProfile` of these blocks."""
 
         def build(recompute):
-            with init_empty_weights():
-                transformer = self._make(min(self.num_blocks, 3))
+            transformer = self._make(min(self.num_blocks, 3), "meta")
             module = self.module_class(transformer, use_gradient_checkpointing=recompute).train()
 
             def make_step():
@@ -335,7 +336,9 @@ def main():
     hardware = platform.processor() or "CPU"
     if device.type != "cpu":
         hardware = torch.get_device_module(device).get_device_name()
-        torch.use_deterministic_algorithms(True, warn_only=True)  # else two runs of one mode may differ
+        # Else two runs of one mode may differ.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {hardware}")
     for family in ("qwen_image", "wan_video"):
         torch.manual_seed(0)

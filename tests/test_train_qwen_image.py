@@ -8,6 +8,10 @@ import torch
 from diffusers import DiffusionPipeline, QwenImageTransformer2DModel
 from safetensors.torch import load_file
 
+import train_qwen_image
+from memory.log import MemoryLog
+from training.arguments import parse_args
+
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 SMALL = ["--height", "64", "--width", "80", "--mixed_precision", "no", "--logging_steps", "3"]
@@ -18,13 +22,24 @@ LORA += ["--lr_scheduler", "cosine", "--learning_rate", "1e-3"]
 
 @pytest.fixture(scope="module")
 def train(script, tiny_qwen_image, photos, tmp_path_factory):
-    """Run the training script; return its output folder, or with `check=False` the finished process."""
+    """Train in this process and return the output folder, or with `check=False` as a script: the finished process."""
 
     def run(*flags, output_dir=None, check=True, model=tiny_qwen_image, dataset=photos):
         output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"
-        required = ["--pretrained_model_name_or_path", model, "--dataset_path", dataset, "--output_dir", output_dir]
-        done = script("train_qwen_image.py", *required, *flags, check=check)
-        return output_dir if check else done
+        argv = [
+            "--pretrained_model_name_or_path",
+            model,
+            "--dataset_path",
+            dataset,
+            "--output_dir",
+            output_dir,
+            *flags,
+        ]
+        if not check:
+            return script("train_qwen_image.py", *argv, check=False)
+        with MemoryLog() as log:
+            train_qwen_image.main(parse_args([*map(str, argv)], description="", values=train_qwen_image.FAMILY), log)
+        return output_dir
 
     return run
 

@@ -524,6 +524,9 @@ def check_fits(forecast, plan):
     phases = forecast.phases(plan.modes)
     peak_phase = max(phases, key=phases.get)
     need = phases[peak_phase]
+    budget = forecast.args.memory_budget
+    if budget not in (None, "auto"):
+        return f"fits in --memory_budget: {format_bytes(need)} of {format_bytes(budget)}"
     if forecast.launch.device_type == "cpu":
         host, free = forecast.host_bytes(plan.modes), psutil.virtual_memory().available
         return f"on the CPU: {format_bytes(host)} in all, of the {format_bytes(free)} that the host has free"
