@@ -101,15 +101,18 @@ class MemoryLog:
         self._peaks[mark] = 0
         return highest
 
-    def peak_phase(self):
-        """Return in which phase the device held most: "training", or the point before; None on a CPU."""
-        highest, phase, now = 0, None, None
+    def phases(self):
+        """Return the peak of the device in each phase, `{name: bytes}`; empty where it reports nothing.
+
+        A phase begins at the point of its name, but for "training", between "prepared" and "saving", and "export".
+        """
+        phases, phase = {}, None
         for point in self.points:
-            if (point["peak_bytes"] or 0) > highest:
-                highest, phase = point["peak_bytes"], now
-            if not (now == "training" and point["name"].startswith("first ")):
-                now = "training" if point["name"] == "prepared" else point["name"]
-        return phase
+            if phase is not None and point["peak_bytes"] is not None:
+                phases[phase] = max(phases.get(phase, 0), point["peak_bytes"])
+            if not (phase == "training" and point["name"].startswith("first ")):
+                phase = {"prepared": "training", "saving": "export"}.get(point["name"], point["name"])
+        return phases
 
     def table(self):
         """Return all points as a text table."""

@@ -282,6 +282,7 @@ class RunForecast:
             "device_type": self.launch.device_type,
             "strategy": self.launch.strategy,
             "num_processes": self.launch.num_processes,
+            "num_local_processes": self.launch.num_local_processes,
             "per_process": {
                 "num_processes": n,
                 **{name: sum(self.training(plan.modes, name, n)[0].values()) for name in STRATEGIES},

@@ -99,13 +99,17 @@ class RunRecord:
         self.log.point("final")
         steps, watched = read_metrics(self.output_dir / "metrics.jsonl"), self.log.watched
         device_peak_bytes = max((step["device_peak_bytes"] or 0 for step in steps), default=0)
+        phases = self.log.phases()
         measured = {
             "training_peak_bytes": device_peak_bytes or (watched and watched.peak_bytes) or None,
-            "peak_phase": self.log.peak_phase(),
+            "peak_phase": max(phases, key=phases.get, default=None),
+            "phases": phases,
             "by_category": watched.by_category if watched else {},
             # Of one forward pass, and not of the first, in which shared tensors are not known yet.
             "parked_bytes": steps[-1]["offloaded_bytes"] // self.content["arguments"]["gradient_accumulation_steps"],
-            "host_bytes": max((step["host_rss_bytes"] for step in steps), default=None),
+            # As if each local process held what this one does.
+            "host_bytes": max(step["host_rss_bytes"] for step in steps)
+            * self.content["forecast"]["num_local_processes"],
             "parking": {**(self.log.parking or {}), "pool_peak_bytes": offload.counters()["pool_peak_bytes"]},
         }
         self.content |= {"measured": measured, "memory_points": self.log.points}
