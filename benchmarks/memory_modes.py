@@ -139,9 +139,25 @@ class Case:
         return grads
 
 
+class CountedSaveOnCpu(save_on_cpu):
+    """Torch's `save_on_cpu`, with the bytes that it is shown, and copies."""
+
+    num_bytes = 0
+
+    def __init__(self):
+        super().__init__(pin_memory=torch.accelerator.is_available())
+        pack = self.pack_hook
+
+        def counted(tensor):
+            CountedSaveOnCpu.num_bytes += tensor.nbytes
+            return pack(tensor)
+
+        self.pack_hook = counted
+
+
 def save_by_keyword(block, checkpointing, offloading, /, *args, **kwargs):
     """Torch's recipe, with the arguments as the model functions give them."""
-    with save_on_cpu(pin_memory=torch.accelerator.is_available()):
+    with CountedSaveOnCpu():
         return checkpoint(block, *args, **kwargs, use_reentrant=False)
 
 
@@ -149,7 +165,7 @@ def save_by_position(block, checkpointing, offloading, /, *args, **kwargs):
     """The same with the arguments in the order of the block's signature."""
     bound = inspect.signature(block.forward).bind(*args, **kwargs)
     bound.apply_defaults()
-    with save_on_cpu(pin_memory=torch.accelerator.is_available()):
+    with CountedSaveOnCpu():
         return checkpoint(block, *bound.args, use_reentrant=False)
 
 
@@ -162,6 +178,7 @@ def measure_memory(case, run):
     """Return the bytes held between forward and backward, the peak above what was there before, and the counters."""
     gc.collect()
     offload.reset_counters()
+    CountedSaveOnCpu.num_bytes = 0
     if case.device.type == "cpu":
         with LiveBytes() as live:
             loss = run()
@@ -176,7 +193,10 @@ def measure_memory(case, run):
         loss.backward()
         synchronize(case.device)
         peak = torch.accelerator.max_memory_allocated() - before
-    return held, peak, offload.counters()
+    counters = offload.counters()
+    for key in ("bytes_to_host", "bytes_to_device"):
+        counters[key] += CountedSaveOnCpu.num_bytes
+    return held, peak, counters
 
 
 def measure_seconds(case, run):
