@@ -164,6 +164,9 @@ def test_a_dry_run_needs_no_weights_and_writes_two_files(command, tiny_model, tm
     assert set(forecast["phases"]) == {"text encoder", "VAE", "training", "export"}
     assert forecast["host_bytes"] > 0 and forecast["device_type"] == "cuda"
     assert without["plan"] == {"transformer_blocks": ["recompute"] * len(without["plan"]["transformer_blocks"])}
+    assert "5 of 5 items are used (width x height x frames: 64x64x1: 5)" in printed
+    assert forecast["by_mode"]["recompute"] == forecast["training_peak_bytes"] < forecast["by_mode"]["keep"]
+    assert 0 < forecast["working_set_bytes"] < forecast["training_peak_bytes"]
     assert "training peak" in printed and "no accelerator is here to compare with" in printed
     with_weights = command("qwen_image", "--use_gradient_checkpointing")["forecast"]
     assert with_weights | {"host_bytes": 0} == forecast | {"host_bytes": 0}
