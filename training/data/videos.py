@@ -126,7 +126,7 @@ def inspect_clips(rows, *, height, width, max_pixels, divisor, num_frames, fps, 
 def _inspect(row, *, size_of, num_frames, fps, clip_part, seed, min_frames):
     """Returns the record of a row; raises RefusedError."""
     name = row_name(row)
-    size, times, duration, source_fps = _measure(row.media, name, fps)
+    size, times, duration, source_fps = measure(row.media, name, fps)
     record = {
         "id": row.id,
         "caption": row.caption,
@@ -245,7 +245,7 @@ def _frame_files(folder, name):
     return [Path(folder, file) for file in sorted(files, key=natural)]
 
 
-def _measure(media, name, fps):
+def measure(media, name, fps):
     """Decodes a clip completely, keeping no pixels.
 
     Args:

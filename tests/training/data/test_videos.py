@@ -883,7 +883,7 @@ def test_files_are_closed(tmp_path):
     for n in range(200):
         read_clip(row_of(clips[n % len(clips)]), records[n % len(clips)])
         with pytest.raises(RefusedError):
-            videos._measure(bad[n % len(bad)], "name", 16)
+            videos.measure(bad[n % len(bad)], "name", 16)
     assert num_open_files() == before
 
 
