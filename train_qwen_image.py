@@ -46,9 +46,20 @@ from memory.log import MemoryLog, OutOfMemory
 from pipelines import qwen_image as pipeline
 from training.checkpoints import find_checkpoint
 from training.data.batches import TrainingDataset, plan_batches
-from training.data.encoding import count_caption_tokens, encode_captions, encode_media
+from training.data.buckets import Sizing
+from training.data.cache import Cache, read_entry
+from training.data.encoding import (
+    check_room,
+    count_caption_tokens,
+    encode_missing,
+    plan_encodings,
+    read_sample,
+    read_unchanged,
+    weights_identity,
+)
 from training.data.images import inspect_rows, read_picture
-from training.data.metadata import read_rows
+from training.data.metadata import read_datasets
+from training.data.report import draw_contact_sheet
 from training.errors import refuse_unreadable_model
 from training.export import export
 from training.flow_matching import sigma_law
@@ -123,28 +134,35 @@ def main(args, log):
     if args.training_mode == "lora":
         targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
         initial = read_initial_lora(args, QwenImagePipeline.lora_state_dict, skeleton, targets)
-    rows = read_rows(
-        args.dataset_path,
-        dataset_metadata=args.dataset_metadata,
-        media_column=args.media_column,
-        caption_column=args.caption_column,
-        allow_missing_captions=args.allow_missing_captions,
+    cache = Cache(args.cache_dir, accelerator.process_index)
+    inspected = inspect_rows(
+        read_datasets(args),
+        Sizing.from_args(args, pipeline.SIZE_DIVISOR),
+        on_bad_sample=args.on_bad_sample,
+        cache=cache,
+        accelerator=accelerator,
     )
-    records = inspect_rows(
-        rows, height=args.height, width=args.width, max_pixels=args.max_pixels, divisor=pipeline.SIZE_DIVISOR
-    )
-    items = [(row, record) for row, record in zip(rows, records, strict=True) if record["decision"] == "used"]
-    sizes = [record["used"]["size"] for _, record in items]
+    items = [item for item in inspected if item.record["decision"] == "used"]
+    sizes = [item.record["used"]["size"] for item in items]
     laws = [sigma_law(args, pipeline.sigma_shift(scheduler, height, width)) for width, height in sizes]
     batches, last_step = plan_batches(
         args,
-        [record for _, record in items],
+        items,
         accelerator.num_processes,
         resumed=resumed,
         model=pipeline.describe(skeleton),
     )
-    captions = [row.caption for row, _ in items] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
-    num_tokens = count_caption_tokens(captions, partial(pipeline.count_prompt_tokens, tokenizer))
+    dropped_caption = DROPPED_CAPTION if args.caption_dropout > 0 else None
+    caption_tokens = count_caption_tokens(items, dropped_caption, partial(pipeline.count_prompt_tokens, tokenizer))
+    embeds, latents = plan_encodings(
+        cache,
+        accelerator,
+        items,
+        dropped_caption=dropped_caption,
+        text_encoder=weights_identity(cache, model, ("text_encoder", "tokenizer"), **hub),
+        media_encoder=weights_identity(cache, model, ("vae",), **hub),
+        pipeline_file=pipeline.__file__,
+    )
 
     def make_module(args, transformer, names, **memory_arguments):
         make_trainable(transformer, args, names)
@@ -162,47 +180,62 @@ def main(args, log):
         names=names,
         parameters=parameters,
         optimizer=(optimizer_class, optimizer_arguments),
-        encoders=partial(pipeline.encoder_skeletons, model, num_tokens=max(num_tokens), **hub),
-        records=[record for _, record in items],
-        captions_differ=len(set(num_tokens)) > 1,
+        encoders=partial(pipeline.encoder_skeletons, model, num_tokens=max(caption_tokens.values()), **hub),
+        records=[item.record for item in items],
+        caption_tokens=caption_tokens,
+        to_encode={"text encoder": embeds.missing, "VAE": latents.missing},
     )
     plan = plan_memory(args, forecast)
     if not args.dry_run:
         with refuse_unreadable_model(args):
             pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path)
     make_output_dir(output_dir)
-    accelerator.print(batches.describe(last_step))
-    run = RunRecord(accelerator, args, log, plan=plan, parameters=parameters, forecast=forecast, records=records)
+    run = RunRecord(
+        accelerator,
+        args,
+        log,
+        plan=plan,
+        parameters=parameters,
+        forecast=forecast,
+        items=inspected,
+        batches=batches,
+        last_step=last_step,
+        num_tokens=pipeline.num_tokens,
+    )
     if never_trained:
         accelerator.print(f"never trained, since they get no gradient: {', '.join(never_trained)}")
     if args.dry_run:
+        if accelerator.is_main_process:
+            draw_contact_sheet(output_dir / "contact_sheet.png", items, read_picture)
         return forecast
 
-    # ---- the encoders, each used once and let go
-    with refuse_unreadable_model(args):
-        prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
-        vae = pipeline.load_vae(model, device="cpu", **hub)
-    log.point("text encoder")
-    embeds = encode_captions(captions, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
-    del prompt_encoder
-    free_memory()
-    vae.to(accelerator.device)
-    log.point("VAE")
-    encoded = encode_media(items, read_picture, partial(pipeline.encode_image, vae), accelerator)
-    log.point("caching done")
-    del vae
-    free_memory()
+    # ---- the encoders, each used once and let go, if anything is to be encoded
+    check_room(cache, forecast.cache_bytes)
+    if embeds.missing:
+        with refuse_unreadable_model(args):
+            prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
+        log.point("text encoder")
+        encode_missing(embeds, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
+        del prompt_encoder
+        free_memory()
+    if latents.missing:
+        with refuse_unreadable_model(args):
+            vae = pipeline.load_vae(model, device=accelerator.device, **hub)
+        log.point("VAE")
+        read = read_unchanged(cache, read_picture)
+        encode_missing(latents, partial(pipeline.encode_image, vae), accelerator, read=read)
+        log.point("caching done")
+        del vae
+        free_memory()
     log.point("encoders gone")
-    samples = [
-        {"id": row.id, "prompt_embeds": embeds[row.caption], **tensors}
-        for (row, _), tensors in zip(items, encoded, strict=True)
-    ]
     dataset = TrainingDataset(
-        samples,
+        [item.row.id for item in items],
+        list(zip(embeds.paths, latents.paths, strict=False)),
+        read_sample,
         laws,
         seed=args.seed,
         caption_dropout=args.caption_dropout,
-        dropped_prompt_embeds=embeds.get(DROPPED_CAPTION),
+        dropped_prompt_embeds=read_entry(embeds.paths[-1])["prompt_embeds"] if args.caption_dropout > 0 else None,
     )
 
     # ---- the transformer

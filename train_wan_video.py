@@ -41,6 +41,7 @@ if __name__ == "__main__":
         args = parse_args(sys.argv[1:], description=__doc__, values=FAMILY, resolve=False)
 
 import dataclasses
+import itertools
 import pathlib
 from functools import partial
 
@@ -52,8 +53,19 @@ from memory.log import MemoryLog, OutOfMemory
 from pipelines import wan_video as pipeline
 from training.checkpoints import find_checkpoint
 from training.data.batches import TrainingDataset, plan_batches
-from training.data.encoding import count_caption_tokens, encode_captions, encode_media
-from training.data.metadata import IMAGE_SUFFIXES, read_rows
+from training.data.buckets import Sizing
+from training.data.cache import Cache, read_entry
+from training.data.encoding import (
+    check_room,
+    count_caption_tokens,
+    encode_missing,
+    plan_encodings,
+    read_sample,
+    read_unchanged,
+    weights_identity,
+)
+from training.data.metadata import IMAGE_SUFFIXES, read_datasets
+from training.data.report import draw_contact_sheet
 from training.data.videos import VIDEO_SUFFIXES, inspect_clips, read_clip
 from training.errors import RefusedError, refuse_unreadable_model
 from training.export import LORA_FILE, export
@@ -138,10 +150,13 @@ def main(args, log):
     resolve_for_model(args, dataclasses.asdict(variant) | values)
     task = args.task or variant.tasks[0]
     min_frames = pipeline.min_frames(task)
-    if args.num_frames < min_frames:
-        raise RefusedError(
-            f"--num_frames is {args.num_frames}; with a frame given ({task}) at least {min_frames} are needed."
-        )
+    lengths = (
+        [args.num_frames] if args.bucket_config is None else map(int, itertools.chain(*args.bucket_config.values()))
+    )
+    for num_frames in lengths:
+        if num_frames < min_frames:
+            where = "--num_frames is" if args.bucket_config is None else "bucket_config has"
+            raise RefusedError(f"{where} {num_frames}; with a frame given ({task}) at least {min_frames} are needed.")
     experts = variant.experts if args.expert == "both" else (args.expert,)
     places = {expert: pipeline.transformer_subfolder(expert) for expert in experts}
     optimizer_class, optimizer_arguments = find_optimizer(args)
@@ -153,29 +168,19 @@ def main(args, log):
             raise RefusedError("--lora_target_modules names no layer in a block; diffusers loads no such Wan LoRA.")
         read = partial(read_initial_lora, args, WanPipeline.lora_state_dict, skeleton, targets)
         initial = {expert: read(expert=expert) for expert in experts}
-    rows = read_rows(
-        args.dataset_path,
-        dataset_metadata=args.dataset_metadata,
-        media_column=args.media_column,
-        caption_column=args.caption_column,
-        allow_missing_captions=args.allow_missing_captions,
-        media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES),
-        frame_folders=True,
-    )
-    records = inspect_clips(
-        rows,
-        height=args.height,
-        width=args.width,
-        max_pixels=args.max_pixels,
-        divisor=variant.divisor,
-        num_frames=args.num_frames,
+    cache = Cache(args.cache_dir, accelerator.process_index)
+    inspected = inspect_clips(
+        read_datasets(args, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), frame_folders=True),
+        Sizing.from_args(args, variant.divisor),
         fps=args.fps,
         clip_part=args.clip_part,
-        seed=args.seed,
         min_frames=min_frames,
+        on_bad_sample=args.on_bad_sample,
+        cache=cache,
+        accelerator=accelerator,
     )
-    items = [(row, record) for row, record in zip(rows, records, strict=True) if record["decision"] == "used"]
-    sizes = [record["used"]["size"] for _, record in items]
+    items = [item for item in inspected if item.record["decision"] == "used"]
+    sizes = [item.record["used"]["size"] for item in items]
     laws = {
         expert: [
             sigma_law(args, variant.sigma_shift(height, width, task), variant.sigma_range(expert))
@@ -185,7 +190,7 @@ def main(args, log):
     }
     batches, last_step = plan_batches(
         args,
-        [record for _, record in items],
+        items,
         accelerator.num_processes,
         resumed=resumed,
         model=pipeline.describe(skeleton) | dataclasses.asdict(variant),
@@ -197,8 +202,18 @@ def main(args, log):
                 f"--resume_from_checkpoint: the checkpoint is of a later expert, and {output_dir} does not have the "
                 f"LoRA of {expert}; resume in the --output_dir of that run."
             )
-    captions = [row.caption for row, _ in items] + [DROPPED_CAPTION] * (args.caption_dropout > 0)
-    count_caption_tokens(captions, partial(pipeline.count_prompt_tokens, tokenizer))
+    dropped_caption = DROPPED_CAPTION if args.caption_dropout > 0 else None
+    caption_tokens = count_caption_tokens(items, dropped_caption, partial(pipeline.count_prompt_tokens, tokenizer))
+    media_encoder = weights_identity(cache, model, ("vae", "image_encoder", "image_processor"), **hub)
+    embeds, latents = plan_encodings(
+        cache,
+        accelerator,
+        items,
+        dropped_caption=dropped_caption,
+        text_encoder=weights_identity(cache, model, ("text_encoder", "tokenizer"), **hub),
+        media_encoder=f"{media_encoder} {task} {variant.expand_timesteps}",
+        pipeline_file=pipeline.__file__,
+    )
 
     def make_module(args, transformer, names, **memory_arguments):
         make_trainable(transformer, args, names)
@@ -222,7 +237,9 @@ def main(args, log):
         parameters=parameters,
         optimizer=(optimizer_class, optimizer_arguments),
         encoders=partial(pipeline.encoder_skeletons, model, task=task, **hub),
-        records=[record for _, record in items],
+        records=[item.record for item in items],
+        caption_tokens=dict.fromkeys(caption_tokens, pipeline.MAX_SEQUENCE_LENGTH),  # padded
+        to_encode={"text encoder": embeds.missing, "VAE": latents.missing},
     )
     plan = plan_memory(args, forecast)
     if not args.dry_run:
@@ -230,40 +247,54 @@ def main(args, log):
             for subfolder in places.values():
                 pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path, subfolder=subfolder)
     make_output_dir(output_dir)
-    accelerator.print(batches.describe(last_step))
-    run = RunRecord(accelerator, args, log, plan=plan, parameters=parameters, forecast=forecast, records=records)
+    run = RunRecord(
+        accelerator,
+        args,
+        log,
+        plan=plan,
+        parameters=parameters,
+        forecast=forecast,
+        items=inspected,
+        batches=batches,
+        last_step=last_step,
+        num_tokens=variant.num_tokens,
+    )
     if args.dry_run:
+        if accelerator.is_main_process:
+            draw_contact_sheet(output_dir / "contact_sheet.png", items, read_clip)
         return forecast
 
-    # ---- the encoders, each used once and let go
-    with refuse_unreadable_model(args):
-        prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
-        clip_encoder = pipeline.load_clip_encoder(model, device="cpu", **hub)
-    log.point("text encoder")
-    embeds = encode_captions(captions, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
-    del prompt_encoder
-    free_memory()
-    clip_encoder.to(accelerator.device)
-    log.point("VAE")
-    encoded = encode_media(items, read_clip, partial(pipeline.encode_clip, clip_encoder, task=task), accelerator)
-    log.point("caching done")
-    del clip_encoder
-    free_memory()
+    # ---- the encoders, each used once and let go, if anything is to be encoded
+    check_room(cache, forecast.cache_bytes)
+    if embeds.missing:
+        with refuse_unreadable_model(args):
+            prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
+        log.point("text encoder")
+        encode_missing(embeds, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
+        del prompt_encoder
+        free_memory()
+    if latents.missing:
+        with refuse_unreadable_model(args):
+            clip_encoder = pipeline.load_clip_encoder(model, device=accelerator.device, **hub)
+        log.point("VAE")
+        read = read_unchanged(cache, read_clip)
+        encode_missing(latents, partial(pipeline.encode_clip, clip_encoder, task=task), accelerator, read=read)
+        log.point("caching done")
+        del clip_encoder
+        free_memory()
     log.point("encoders gone")
-    samples = [
-        {"id": row.id, "prompt_embeds": embeds[row.caption], **tensors}
-        for (row, _), tensors in zip(items, encoded, strict=True)
-    ]
 
     def train_expert(expert, steps_before):
         # A function, so that nothing of one expert is left when the next is loaded.
         resumed_steps = max(resumed["step"] - steps_before, 0)
         dataset = TrainingDataset(
-            samples,
+            [item.row.id for item in items],
+            list(zip(embeds.paths, latents.paths, strict=False)),
+            read_sample,
             laws[expert],
             seed=args.seed,
             caption_dropout=args.caption_dropout,
-            dropped_prompt_embeds=embeds.get(DROPPED_CAPTION),
+            dropped_prompt_embeds=read_entry(embeds.paths[-1])["prompt_embeds"] if args.caption_dropout > 0 else None,
         )
 
         # ---- the transformer

@@ -36,6 +36,7 @@ class MemoryLog:
         points (`list[dict]`): What `point` recorded.
         watched (`Watch` or None): The last training that `watch` followed.
         parking (`dict` or None): What `offload.counters` said of the last optimizer step, if someone sets it.
+        data (`dict` or None): How long training waited for data, if someone sets it.
         forecast_bytes (`int` or None): Predicted peak of the training, if someone sets it.
         suggestions (callable or None): If someone sets it: function from the phase, "training" or None (another), to
             a list of settings that would save memory, as pairs of text and bytes. Called when memory has run out.
@@ -44,7 +45,7 @@ class MemoryLog:
     def __init__(self):
         self.points = []
         self.watched = None
-        self.parking = None
+        self.parking = self.data = None
         self.forecast_bytes = None
         self.suggestions = None
         self._device = torch.device("cpu")

@@ -158,6 +158,11 @@ def unpack_latents(tokens, height, width):
     return QwenImagePipeline._unpack_latents(tokens, height, width, vae_scale_factor=1).squeeze(2)
 
 
+def num_tokens(height, width, num_frames=1):
+    """Return T, the tokens of a picture at a size in pixels."""
+    return height // SIZE_DIVISOR * (width // SIZE_DIVISOR) * num_frames
+
+
 def sigma_shift(scheduler, height, width):
     """Return the factor by which the stock pipeline shifts sigmas at this size.
 
@@ -169,7 +174,7 @@ def sigma_shift(scheduler, height, width):
     """
     config = scheduler.config
     mu = calculate_shift(
-        height // SIZE_DIVISOR * (width // SIZE_DIVISOR),
+        num_tokens(height, width),
         config.get("base_image_seq_len", 256),
         config.get("max_image_seq_len", 4096),
         config.get("base_shift", 0.5),

@@ -57,6 +57,10 @@ class WanVariant:
         """The names of the experts, empty where there is one transformer."""
         return () if self.boundary_ratio is None else ("high_noise", "low_noise")
 
+    def num_tokens(self, height, width, num_frames):
+        """Return T, the tokens of a clip at a size in pixels."""
+        return height // self.divisor * (width // self.divisor) * ((num_frames + 3) // 4)
+
     def sigma_range(self, expert):
         """Return the (lowest, highest) sigma at which `expert`, None for an only transformer, is used."""
         return {

@@ -23,6 +23,7 @@ LORA += ["--lr_scheduler", "cosine", "--learning_rate", "1e-3"]
 @pytest.fixture(scope="module")
 def train(script, tiny_qwen_image, photos, tmp_path_factory):
     """Train in this process and return the output folder, or with `check=False` as a script: the finished process."""
+    cache = tmp_path_factory.mktemp("cache")  # of all runs: what is encoded is not what these tests are about
 
     def run(*flags, output_dir=None, check=True, model=tiny_qwen_image, dataset=photos):
         output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"
@@ -33,6 +34,8 @@ def train(script, tiny_qwen_image, photos, tmp_path_factory):
             dataset,
             "--output_dir",
             output_dir,
+            "--cache_dir",
+            cache,
             *flags,
         ]
         if not check:

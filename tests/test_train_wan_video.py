@@ -50,11 +50,12 @@ MEMORY_MODES = {
 @pytest.fixture(scope="module")
 def train(tiny_model, clips, tmp_path_factory):
     """Function that makes one run and returns its output folder."""
+    cache = tmp_path_factory.mktemp("cache")  # of all runs: what is encoded is not what these tests are about
 
     def run(family, *flags, output_dir=None, dataset=clips, model=None):
         output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"
         argv = ["--pretrained_model_name_or_path", model or tiny_model(family), "--dataset_path", dataset]
-        argv = [*map(str, argv), "--output_dir", str(output_dir), *flags]
+        argv = [*map(str, argv), "--output_dir", str(output_dir), "--cache_dir", str(cache), *flags]
         with MemoryLog() as log:
             train_wan_video.main(parse_args(argv, description="", values=FAMILY, resolve=False), log)
         return output_dir

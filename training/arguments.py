@@ -206,8 +206,26 @@ FLAGS = {
         ("task", ("t2v", "i2v"), None, "From text or from image to video. Required where a model does both: {tasks}."),
         ("train_batch_size", _positive_int, 1, "Samples per process and micro-batch."),
         ("dataset_repeat", _positive_int, 1, "How often each item comes in one epoch."),
+        (
+            "dataloader_num_workers",
+            _natural,
+            1,
+            "Processes that load batches ahead, for each training process. 0: it does so itself, and waits.",
+        ),
         ("caption_dropout", _fraction, 0.0, "Share of samples that are trained with {dropped_caption}. 0 is off."),
+        (
+            "on_bad_sample",
+            ("error", "skip"),
+            "error",
+            "What to do about items that cannot be used: list them all and stop, or train on the rest.",
+        ),
         ("allow_missing_captions", SWITCH, False, "Train items without a caption with an empty one."),
+        (
+            "cache_dir",
+            str,
+            DERIVED,
+            "Folder for encoded captions and media, which runs can share. Default: cache in the output_dir.",
+        ),
     ],
     "memory": [
         ("use_gradient_checkpointing", SWITCH, False, "Recompute the activations of each block in the backward pass."),
@@ -316,6 +334,15 @@ _MANUAL_MEMORY_FLAGS = (
     "checkpoint_blocks",
     "offload_buffer_size",
 )
+
+# Of each of several datasets, under the key `datasets` of a config file.
+DATASET_FLAGS = ("dataset_path", "dataset_metadata", "media_column", "caption_column", "dataset_repeat")
+
+# Settings with a structure, which config files only can hold.
+CONFIG_ONLY = ("datasets", "bucket_config")
+
+# What a bucket config says for each size and length instead.
+_SIZE_FLAGS = ("height", "width", "max_pixels", "num_frames", "train_batch_size")
 
 # Flags that are for some families only, which name them in their values under "flags".
 _FAMILY_FLAGS = {"num_frames", "fps", "clip_part", "task", "expert"}
@@ -427,12 +454,16 @@ def _read_config(path, kinds):
     settings = {}
     for key, value in content.items():
         unset = value in ("", "null", "~")
-        if key not in kinds or (key == "config" and not unset):
-            known = [name for name in kinds if name != "config"]
+        if key not in (*kinds, *CONFIG_ONLY) or (key == "config" and not unset):
+            known = [name for name in (*kinds, *CONFIG_ONLY) if name != "config"]
             raise RefusedError(f"{path}: unknown key {key!r}; the nearest is {_nearest(key, known)}.")
         if unset:
             continue
-        if kinds[key] is SWITCH:
+        if key == "datasets":
+            settings[key] = _read_datasets(path, value, kinds)
+        elif key == "bucket_config":
+            settings[key] = _read_bucket_config(path, value)
+        elif kinds[key] is SWITCH:
             if not isinstance(value, str) or value.lower() not in (
                 "true",
                 "yes",
@@ -453,6 +484,76 @@ def _read_config(path, kinds):
                 value = ",".join(value)
             settings[key] = _convert_in(path, key, kinds, value)
     return settings
+
+
+def _read_datasets(path, value, kinds):
+    """Return the settings of several datasets, each with all of `DATASET_FLAGS`."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value) or not value:
+        raise RefusedError(f"{path}: datasets must be a list of settings with a dataset_path each.")
+    datasets = []
+    for number, item in enumerate(value, 1):
+        where = f"{path}: dataset {number}"
+        dataset = dict.fromkeys(DATASET_FLAGS) | {"dataset_repeat": 1}
+        for key, text in item.items():
+            if key not in DATASET_FLAGS:
+                raise RefusedError(f"{where}: unknown key {key!r}; the nearest is {_nearest(key, DATASET_FLAGS)}.")
+            if text not in ("", "null", "~"):
+                dataset[key] = _convert_in(where, key, kinds, text)
+        if dataset["dataset_path"] is None:
+            raise RefusedError(f"{where} has no dataset_path.")
+        datasets.append(dataset)
+    return datasets
+
+
+def _read_bucket_config(path, value):
+    """Return the sizes as written -> number of frames (`str`, as JSON has it) -> [share, batch size]."""
+    shape = "bucket_config must map sizes to frames to [share, batch size], such as 480p: {1: [1.0, 8], 81: [0.5, 1]}"
+    if not isinstance(value, dict) or not value:
+        raise RefusedError(f"{path}: {shape}.")
+    buckets = {}
+    for size, lengths in value.items():
+        try:
+            bucket_pixels(size)
+        except ValueError:
+            raise RefusedError(
+                f"{path}: bucket_config: {size!r} is no size; allowed are the side of a square such as 512px, lines "
+                f"of 16:9 such as {', '.join(_LINES)}, or one size as WIDTHxHEIGHT such as 832x480."
+            ) from None
+        if not isinstance(lengths, dict) or not lengths:
+            raise RefusedError(f"{path}: {shape}; {size} has {lengths!r}.")
+        buckets[size] = {}
+        for num_frames, entry in lengths.items():
+            try:
+                share, batch_size = entry
+                parsed = [_fraction(share), _positive_int(batch_size)]
+                if _positive_int(num_frames) != round_down_frames(int(num_frames)) or not parsed[0]:
+                    raise ValueError
+            except (ValueError, TypeError):
+                raise RefusedError(
+                    f"{path}: bucket_config: {size} has {num_frames}: {entry!r}; allowed are frames 4n + 1 and "
+                    "[share above 0 to 1, batch size of at least 1]."
+                ) from None
+            buckets[size][str(int(num_frames))] = parsed
+    return buckets
+
+
+# As Open-Sora has them.
+_LINES = {"144p": 144 * 256, "240p": 240 * 426, "360p": 360 * 640, "480p": 480 * 854, "720p": 720 * 1280}
+_LINES["1080p"] = 1080 * 1920
+
+
+def bucket_pixels(size):
+    """Return (pixels, None) of a size as 256px or 480p, a cap, or (pixels, (height, width)) of one as 832x480.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if size in _LINES:
+        return _LINES[size], None
+    if size.endswith("px"):
+        return _positive_int(size[:-2]) ** 2, None
+    width, height = map(_positive_int, size.split("x"))
+    return width * height, (height, width)
 
 
 def _as_list(value):
@@ -504,10 +605,17 @@ def parse_args(argv, *, description, values, resolve=True):
             value = [_convert(name, kinds[name], item) for item in value]
         given[name] = value
 
-    missing = [f"--{name}" for name, (_, default) in specs.items() if default is REQUIRED and name not in given]
+    several = "datasets" in given
+    missing = [
+        f"--{name}"
+        for name, (_, default) in specs.items()
+        if default is REQUIRED and name not in given and not (several and name in DATASET_FLAGS)
+    ]
     if missing:
         raise RefusedError(f"Required and not given: {', '.join(missing)}.")
     args = argparse.Namespace(**{name: given.get(name, default) for name, (_, default) in specs.items()})
+    for name in CONFIG_ONLY:
+        setattr(args, name, given.get(name))
     _refuse_without_effect(args, given)
     _resolve(args)
     if resolve:
@@ -527,6 +635,10 @@ def _refuse_without_effect(args, given):
         raise RefusedError("Give --height and --width, or --max_pixels, not both.")
     if ("height" in given) != ("width" in given):
         raise RefusedError("Give --height and --width together, or none of them.")
+    for replaced, instead in ((DATASET_FLAGS, "datasets"), (_SIZE_FLAGS, "bucket_config")):
+        both = [f"--{name}" for name in replaced if name in given and instead in given]
+        if both:
+            raise RefusedError(f"Give {' and '.join(both)}, or {instead} in a config file, not both.")
     if args.lr_warmup_steps and args.lr_scheduler == "constant":
         raise RefusedError(
             "--lr_warmup_steps has no effect with --lr_scheduler constant; use constant_with_warmup, or 0 steps."
@@ -551,6 +663,14 @@ def _refuse_without_effect(args, given):
 
 def _resolve(args):
     """Fill in the defaults that depend on other flags."""
+    if args.cache_dir is DERIVED:
+        args.cache_dir = str(pathlib.Path(args.output_dir) / "cache")
+    # What structured settings say instead is absent in `run.json`.
+    for name in DATASET_FLAGS if args.datasets else ():
+        setattr(args, name, None)
+    for name in _SIZE_FLAGS if args.bucket_config else ():
+        if name in vars(args):
+            setattr(args, name, None)
     if args.training_mode == "full":
         # Not settings of this run: `run.json` shows them as absent.
         for name in [name for name in vars(args) if name.startswith("lora_")]:
@@ -595,22 +715,23 @@ def resolve_for_model(args, values):
     for name in ("height", "width"):
         if getattr(args, name) is DERIVED:
             setattr(args, name, None if args.max_pixels else values[name])
-        size = getattr(args, name)
-        if size is not None and size % divisor:
-            below = size // divisor * divisor
-            legal = [n for n in (below, below + divisor) if n]
-            raise RefusedError(
-                f"--{name} is {size}; allowed are multiples of {divisor}, such as {' or '.join(map(str, legal))}."
-            )
-    if args.max_pixels is not None and args.max_pixels < divisor**2:
-        raise RefusedError(f"--max_pixels is {args.max_pixels}; allowed is at least {divisor**2}.")
-    if "num_frames" not in vars(args):
+        _check_side(f"--{name}", getattr(args, name), divisor)
+    _check_cap("--max_pixels", args.max_pixels, divisor)
+    is_video = "num_frames" in vars(args)
+    for size, lengths in (args.bucket_config or {}).items():
+        pixels, sides = bucket_pixels(size)
+        _check_cap(f"bucket_config: {size}", pixels, divisor)
+        for side in sides or ():
+            _check_side(f"bucket_config: a side of {size}", side, divisor)
+        if not is_video and set(lengths) != {"1"}:
+            raise RefusedError(f"bucket_config: {size} has {', '.join(lengths)} frames; allowed for pictures is 1.")
+    if not is_video:
         return
 
     for name in ("num_frames", "fps"):
         if getattr(args, name) is DERIVED:
             setattr(args, name, values[name])
-    num_frames = round_down_frames(args.num_frames)
+    num_frames = args.num_frames and round_down_frames(args.num_frames)
     if num_frames != args.num_frames:
         logger.warning(
             "--num_frames %d is rounded down to %d: the VAE takes 4n + 1 frames.", args.num_frames, num_frames
@@ -621,6 +742,20 @@ def resolve_for_model(args, values):
     _check_choice(args, "expert", (*values["experts"], *both) if values["experts"] else ())
     if args.expert == "both" and args.transformer_path is not None:
         raise RefusedError("--transformer_path names one transformer, and --expert both trains two; give one expert.")
+
+
+def _check_side(name, size, divisor):
+    if size is not None and size % divisor:
+        below = size // divisor * divisor
+        legal = [n for n in (below, below + divisor) if n]
+        raise RefusedError(
+            f"{name} is {size}; allowed are multiples of {divisor}, such as {' or '.join(map(str, legal))}."
+        )
+
+
+def _check_cap(name, pixels, divisor):
+    if pixels is not None and pixels < divisor**2:
+        raise RefusedError(f"{name} is {pixels}; allowed is at least {divisor**2}.")
 
 
 def _check_choice(args, name, allowed):

@@ -26,6 +26,9 @@ _MAY_CHANGE = {
     *("lora_dtype", "lora_init_path", "max_train_steps", "num_train_epochs"),
     # Their product is compared instead.
     *("train_batch_size", "gradient_accumulation_steps"),
+    # What they say of the items is compared instead.
+    *("datasets", "cache_dir", "on_bad_sample", "allow_missing_captions", "dataloader_num_workers"),
+    *("media_column", "caption_column"),
 }
 
 

@@ -97,7 +97,9 @@ class RunForecast:
         optimizer (`tuple[type, dict]`): See `find_optimizer`.
         encoders (`Callable[..., dict]`): From `height`, `width` and `num_frames` to `encoder_skeletons`.
         records (`list[dict]`): Of the items that are trained.
-        captions_differ (`bool`): Whether captions of different lengths can meet in one batch.
+        caption_tokens (`dict[str, int]`): Of each caption the tokens that its embedding has.
+        to_encode (`dict[str, dict]`):
+            Phase of an encoder -> what is not in the cache yet, as `Encodings.missing` has it: captions, or items.
     """
 
     args: object
@@ -111,17 +113,22 @@ class RunForecast:
     optimizer: tuple
     encoders: object
     records: list
-    captions_differ: bool = False
+    caption_tokens: dict
+    to_encode: dict
 
     # ---- one sample, and the phases before training
 
-    @functools.cached_property
-    def _encoded(self):
-        """Return the peak of each encoder's phase, its weights, and the shapes of the largest sample."""
-        largest = max(self.records, key=lambda record: math.prod((*record["used"]["size"], record["used"]["frames"])))
-        width, height = largest["used"]["size"]
+    def _pixels(self, record):
+        return math.prod((*record["used"]["size"], record["used"]["frames"]))
+
+    def _batch_size(self, record):
+        return record["used"].get("batch_size") or self.args.train_batch_size
+
+    def _encode(self, record):
+        """Return the peak of each encoder's phase at the size of an item, its weights, and the shapes of a sample."""
+        width, height = record["used"]["size"]
         phases, weights, sample = {}, {}, {}
-        encoders = self.encoders(height=height, width=width, num_frames=largest["used"]["frames"])
+        encoders = self.encoders(height=height, width=width, num_frames=record["used"]["frames"])
         with fake_tensors(self.launch.device_type):
             for phase, (modules, encode) in encoders.items():
                 tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
@@ -131,21 +138,56 @@ class RunForecast:
                 phases[phase] = weights[phase] + peak_of(lambda encode=encode: sample.update(encode()))
         return phases, weights, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in sample.items()}
 
-    def _batch(self, sample):
-        """Return a batch of the largest samples, as `collate` makes it. Call it inside `fake_tensors`."""
-        batch_size = self.args.train_batch_size
+    @functools.cached_property
+    def _encoded(self):
+        """What `_encode` returns of the largest item."""
+        return self._encode(max(self.records, key=self._pixels))
+
+    @functools.cached_property
+    def _heaviest(self):
+        """The shapes of a sample of the heaviest batch, and how many of them that has."""
+        heaviest = max(self.records, key=lambda record: self._pixels(record) * self._batch_size(record))
+        largest = max(self.records, key=self._pixels)
+        same = heaviest["used"]["size"] == largest["used"]["size"]
+        same = same and heaviest["used"]["frames"] == largest["used"]["frames"]
+        return (self._encoded if same else self._encode(heaviest))[2], self._batch_size(heaviest)
+
+    def _batch(self):
+        """Return the heaviest batch, as `collate` makes it. Call it inside `fake_tensors`."""
+        sample, batch_size = self._heaviest
         batch = {name: torch.empty(batch_size, *shape, dtype=dtype) for name, (shape, dtype) in sample.items()}
         batch["noise"], batch["sigmas"] = torch.empty_like(batch["latents"]), torch.empty(batch_size)
         length = batch["prompt_embeds"].shape[1]
-        masked = self.captions_differ and batch_size > 1
+        masked = len(set(self.caption_tokens.values())) > 1 and batch_size > 1
         batch["prompt_embeds_mask"] = torch.empty(batch_size, length, dtype=torch.bool) if masked else None
         return batch
 
+    @property
+    def cache_bytes(self):
+        """Bytes of what is to be encoded."""
+        _, _, sample = self._encoded
+        largest = max(self.records, key=self._pixels)["used"]
+        latents = sample["latents"][0][1:]
+        _, width = sample["prompt_embeds"][0]
+
+        def size(used):
+            # Latents are as many as pixels; the frames of a clip come in fours, after the first.
+            scale = math.prod(used["size"]) * ((used["frames"] + 3) // 4)
+            scale /= math.prod(largest["size"]) * ((largest["frames"] + 3) // 4)
+            total = 0
+            for name, (shape, dtype) in sample.items():
+                if name != "prompt_embeds":
+                    total += math.prod(shape) * dtype.itemsize * (scale if shape[1:] == latents else 1)
+            return total
+
+        tokens = sum(self.caption_tokens[caption] for caption in self.to_encode["text encoder"].values())
+        media = sum(size(item.record["used"]) for item in self.to_encode["VAE"].values())
+        return int(media) + tokens * width * sample["prompt_embeds"][1].itemsize
+
     @functools.cached_property
     def _batch_bytes(self):
-        _, _, sample = self._encoded
         with fake_tensors(self.launch.device_type):
-            return sum(tensor.nbytes for tensor in self._batch(sample).values() if tensor is not None)
+            return sum(tensor.nbytes for tensor in self._batch().values() if tensor is not None)
 
     # ---- the step
 
@@ -153,14 +195,14 @@ class RunForecast:
     def profile(self):
         """The `StepProfile` of this run."""
         names = counterparts(self.names, self.block_lists)
-        _, _, sample = self._encoded
+        _ = self._heaviest  # looked at before, not inside, the step that is profiled
 
         def build(recompute):
             transformer = self.shrink()
             module = self.make_module(self.args, transformer, names, use_gradient_checkpointing=recompute).train()
 
             def make_step():
-                batch = self._batch(sample)
+                batch = self._batch()
                 return lambda: module(batch)
 
             return transformer, make_step
@@ -239,7 +281,7 @@ class RunForecast:
 
     def phases(self, modes):
         """Return the peak of each phase of the run, in bytes of a process on its device."""
-        before, _, _ = self._encoded
+        before = {phase: peak for phase, peak in self._encoded[0].items() if self.to_encode[phase]}
         by_category, _ = self.training(modes)
         fixed, _ = self._shares(self.launch.strategy, self.launch.num_processes)
         # The exported file is loaded back, at the end, beside what training leaves.
@@ -248,17 +290,14 @@ class RunForecast:
 
     def host_bytes(self, modes):
         """Return the host memory of all processes on this machine at its highest."""
-        _, encoder_weights, sample = self._encoded
-        latents = math.prod(sample["latents"][0])
-        largest = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sample.values())
-        text = math.prod(sample["prompt_embeds"][0]) * sample["prompt_embeds"][1].itemsize
-        pixels = [math.prod((*record["used"]["size"], record["used"]["frames"])) for record in self.records]
-        cache = sum(text + (largest - text) * count / max(pixels) for count in pixels) if latents else 0
-        on_the_way = max(*encoder_weights.values(), self._bytes["weights"])  # they are read on the host
+        weights = [num_bytes for phase, num_bytes in self._encoded[1].items() if self.to_encode[phase]]
+        # Batches that the loaders have made ahead, two each, and the one that is made.
+        ahead = self._batch_bytes * (2 * self.args.dataloader_num_workers + 1)
+        on_the_way = max([*weights, self._bytes["weights"]])  # they are read on the host
         training = self.profile.parked_bytes(modes)
         if self.launch.device_type == "cpu":
             training += max(self.phases(modes).values())
-        per_process = psutil.Process().memory_info().rss + cache + max(on_the_way, training)
+        per_process = psutil.Process().memory_info().rss + ahead + max(on_the_way, training)
         return int(per_process * self.launch.num_local_processes)
 
     # ---- for people and files
@@ -324,18 +363,8 @@ class RunForecast:
                 other = MemoryPlan.from_args(changed, self.block_lists)
                 if other != plan:
                     yield f"--{name}", self, other.modes
-        if args.train_batch_size > 1:
-            size, steps = args.train_batch_size // 2, args.gradient_accumulation_steps * 2
-            text = f"--train_batch_size {size} --gradient_accumulation_steps {steps}"
-            changed = _changed(args, train_batch_size=size, gradient_accumulation_steps=steps)
-            yield text, self._with(args=changed), plan.modes
-        largest = max(self.records, key=lambda record: math.prod(record["used"]["size"]))["used"]
-        smaller = [max(32, round(side / math.sqrt(2) / 32) * 32) for side in largest["size"]]
-        text = f"--max_pixels {math.prod(smaller)}" if args.max_pixels else "--width {} --height {}".format(*smaller)
-        yield text, self._with(records=[{"used": largest | {"size": smaller}}]), plan.modes
-        if largest["frames"] > 5:
-            frames = (largest["frames"] // 2 - 1) // 4 * 4 + 1
-            yield f"--num_frames {frames}", self._with(records=[{"used": largest | {"frames": frames}}]), plan.modes
+        if args.bucket_config is None:
+            yield from self._smaller_batches(plan)
         if args.optimizer == "adamw" and importlib.util.find_spec("bitsandbytes"):
             from bitsandbytes.optim import AdamW8bit
 
@@ -352,6 +381,21 @@ class RunForecast:
                 self._with(args=_changed(args, lora_rank=rank), parameters=parameters),
                 plan.modes,
             )
+
+    def _smaller_batches(self, plan):
+        args = self.args
+        if args.train_batch_size > 1:
+            size, steps = args.train_batch_size // 2, args.gradient_accumulation_steps * 2
+            text = f"--train_batch_size {size} --gradient_accumulation_steps {steps}"
+            changed = _changed(args, train_batch_size=size, gradient_accumulation_steps=steps)
+            yield text, self._with(args=changed), plan.modes
+        largest = max(self.records, key=lambda record: math.prod(record["used"]["size"]))["used"]
+        smaller = [max(32, round(side / math.sqrt(2) / 32) * 32) for side in largest["size"]]
+        text = f"--max_pixels {math.prod(smaller)}" if args.max_pixels else "--width {} --height {}".format(*smaller)
+        yield text, self._with(records=[{"used": largest | {"size": smaller}}]), plan.modes
+        if largest["frames"] > 5:
+            frames = (largest["frames"] // 2 - 1) // 4 * 4 + 1
+            yield f"--num_frames {frames}", self._with(records=[{"used": largest | {"frames": frames}}]), plan.modes
 
     def _with(self, **changes):
         """Return the forecast of another run, with what the change leaves as it is."""

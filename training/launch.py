@@ -1,5 +1,7 @@
 """Starts Accelerate for a run: checks its settings against the flags, then seeds."""
 
+import datetime
+import functools
 import logging
 import os
 import random
@@ -93,8 +95,10 @@ def _complete_deepspeed_config(args, accelerator):
             raise RefusedError(
                 f"{key}.enabled is true in the DeepSpeed config, which would cast the fp32 LoRA weights; remove it."
             )
+    # The engine only multiplies by it, and reports: with a bucket config the sizes differ.
+    train_batch_size = args.train_batch_size or 1
     values = {
-        "train_micro_batch_size_per_gpu": args.train_batch_size,
+        "train_micro_batch_size_per_gpu": train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "gradient_clipping": args.max_grad_norm,
     }
@@ -104,7 +108,7 @@ def _complete_deepspeed_config(args, accelerator):
         if config.get(key, "auto") not in (*unset, value):
             raise RefusedError(f"{key} is {config[key]} in the DeepSpeed config and {value} by the flags; remove it.")
         config[key] = value
-    config["train_batch_size"] = args.train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+    config["train_batch_size"] = train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
     if args.offload_buffer_size is not None and "activation_checkpointing" in config:
         raise RefusedError(
             "--offload_buffer_size has no effect with 'activation_checkpointing' in the DeepSpeed config, where "
@@ -119,6 +123,22 @@ def _complete_deepspeed_config(args, accelerator):
         )
     except ValueError as error:
         raise RefusedError(str(error)) from None
+
+
+@functools.cache
+def _patient_group():
+    # Preparing data may take hours on one process, and others wait: longer than the group that trains allows, which
+    # is to notice when a process hangs.
+    return torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+
+
+def gather_from_all(accelerator, value):
+    """Return the values of all processes, in their order. Every process must call it; it waits as long as it takes."""
+    if accelerator.num_processes == 1:
+        return [value]
+    values = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(values, value, group=_patient_group())
+    return values
 
 
 def make_output_dir(output_dir):

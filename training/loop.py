@@ -76,6 +76,7 @@ def train(
         batch_sampler=sampler,
         collate_fn=collate,
         pin_memory=accelerator.device.type == "cuda",
+        num_workers=args.dataloader_num_workers,
         # Starting to iterate draws a number: from here, not from what dropout draws from, or a resume would differ.
         generator=torch.Generator(),
     )
@@ -84,10 +85,10 @@ def train(
     liveness = GradientLiveness(parameters)
     log.watch(module, optimizer, step=steps_before + steps.start)
     step, losses = steps.start - 1, []
-    for batch in dataloader:
+    for batch in metrics.waiting_for(dataloader):
         batch = send_to_device(batch, accelerator.device, non_blocking=True)
         with accelerator.accumulate(model):
-            loss = model(batch)
+            loss = model(batch) * batches.loss_weight(step + 1, len(losses))
             losses.append(loss.detach())
             accelerator.backward(loss)
             if accelerator.sync_gradients or accelerator.num_processes == 1:

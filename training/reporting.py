@@ -1,6 +1,5 @@
 """What a run writes about itself: run.json, dataset.jsonl, metrics.jsonl, the progress bar, the model card."""
 
-import collections
 import contextlib
 import functools
 import importlib.metadata
@@ -16,6 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from memory import offload
+from training.data.report import describe_data
 from training.errors import FailedError
 from training.forecast import check_fits, compare_forecast, describe_forecast
 
@@ -60,13 +60,16 @@ class RunRecord:
         plan (`MemoryPlan`)
         parameters (`dict[str, tuple]`): From `parameters_to_train`.
         forecast (`RunForecast`)
-        records (`list[dict]`): From `inspect_rows`.
+        items (`list[Item]`): From `inspect_rows`, also those that are dropped.
+        batches (`BatchPlan`)
+        last_step (`int`)
+        num_tokens (`Callable[[int, int, int], int]`): From height, width and frames to the tokens of a sample.
 
     Raises:
         RefusedError: The device is too small. The files are written before.
     """
 
-    def __init__(self, accelerator, args, log, *, plan, parameters, forecast, records):
+    def __init__(self, accelerator, args, log, *, plan, parameters, forecast, items, batches, last_step, num_tokens):
         self.log = log
         self.output_dir = pathlib.Path(args.output_dir)
         versions = {"python": platform.python_version()}
@@ -86,11 +89,13 @@ class RunRecord:
         log.forecast_bytes = self.content["forecast"]["training_peak_bytes"]
         log.suggestions = functools.partial(forecast.suggestions, plan)
         if accelerator.is_main_process:
-            write_json_lines(self.output_dir / "dataset.jsonl", records)
+            write_json_lines(self.output_dir / "dataset.jsonl", [item.record for item in items])
             self._write()
         count = sum(math.prod(shape) for shape, _ in parameters.values())
         accelerator.print(f"{len(parameters)} tensors with {count:,} parameters are trained, in fp32")
-        for line in (describe_dataset(records), *plan.describe(), *describe_forecast(self.content["forecast"])):
+        data = describe_data(args, items, batches, num_tokens=num_tokens, cache_bytes=forecast.cache_bytes)
+        accelerator.print(batches.describe(last_step))
+        for line in (*data, *plan.describe(), *describe_forecast(self.content["forecast"])):
             accelerator.print(line)
         accelerator.print(check_fits(forecast, plan))
 
@@ -111,6 +116,7 @@ class RunRecord:
             "host_bytes": max(step["host_rss_bytes"] for step in steps)
             * self.content["forecast"]["num_local_processes"],
             "parking": {**(self.log.parking or {}), "pool_peak_bytes": offload.counters()["pool_peak_bytes"]},
+            "data": self.log.data,
         }
         self.content |= {"measured": measured, "memory_points": self.log.points}
         self._write()
@@ -125,15 +131,6 @@ class RunRecord:
     def _write(self):
         text = json.dumps(self.content, indent=2, ensure_ascii=False)
         write_atomically(self.output_dir / "run.json", text + "\n")
-
-
-def describe_dataset(records):
-    """Return one line on what is trained of a dataset, and at which sizes, for a person."""
-    used = [record["used"] for record in records if record["decision"] == "used"]
-    sizes = collections.Counter("x".join(map(str, (*item["size"], item["frames"]))) for item in used)
-    listed = ", ".join(f"{size}: {count}" for size, count in sizes.most_common(8))
-    more = f" and {len(sizes) - 8} further sizes" if len(sizes) > 8 else ""
-    return f"{len(used)} of {len(records)} items are used (width x height x frames: {listed}{more})"
 
 
 def read_metrics(path):
@@ -159,7 +156,8 @@ class Metrics:
         self.accelerator, self.path = accelerator, pathlib.Path(path)
         self.batches, self.dataset, self.log = batches, dataset, log
         self.expert, self.steps_before = expert, steps_before
-        self.pending = []
+        self.pending, self.waits = [], []
+        self.start_time = time.perf_counter()
         self.process = psutil.Process()
         self.last_parked = offload.counters()
         self.last_time = time.perf_counter()
@@ -169,6 +167,17 @@ class Metrics:
             write_json_lines(self.path, [line for line in kept if line["step"] < first])
         desc, shown = f"training {expert or ''}".rstrip(), accelerator.is_main_process
         self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc=desc, disable=not shown)
+
+    def waiting_for(self, batches):
+        """Yield from an iterable, and take the time that is spent waiting for it."""
+        batches = iter(batches)
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.waits.append(time.perf_counter() - start)
+            if batch is None:
+                return
+            yield batch
 
     def add(self, *, step, loss, lr, grad_norm):
         """Take note of an optimizer step, without waiting for the device.
@@ -208,7 +217,7 @@ class Metrics:
         self.bar.set_postfix(loss=f"{losses[-1]:.4f}", lr=f"{records[-1]['lr']:.2e}", seconds=f"{seconds:.2f}")
         for record, loss, norm in zip(records, losses, norms, strict=True):
             if not math.isfinite(loss) or not math.isfinite(norm):
-                samples = sorted({self.dataset.samples[index]["id"] for index in self.batches.step(record["step"])})
+                samples = sorted({self.dataset.ids[index] for index in self.batches.step(record["step"])})
                 step = self.steps_before + record["step"]
                 raise FailedError(
                     f"Step {step} has loss {loss} and gradient norm {norm}; its samples were {', '.join(samples)}. "
@@ -226,7 +235,7 @@ class Metrics:
             "lr": record["lr"],
             "grad_norm": grad_norm,
             "sigmas": [self.dataset.sigma(step, position, index) for position, index in enumerate(indices)],
-            "samples": [self.dataset.samples[index]["id"] for index in indices],
+            "samples": [self.dataset.ids[index] for index in indices],
         } | {name: value for name, value in record.items() if name != "step"}
 
     def close(self):
@@ -234,6 +243,14 @@ class Metrics:
         self.flush()
         self.bar.close()
         self.log.end_training()
+        # Without the first wait, in which workers start, and the last, for the end.
+        seconds = sum(self.waits[1:-1])
+        share = seconds / (time.perf_counter() - self.start_time)
+        self.log.data = {"waiting_seconds": seconds, "waiting_share": share}
+        if share > 0.05 and self.waits[1:-1] and seconds > 10:
+            self.accelerator.print(
+                f"{share:.0%} of the training time was spent waiting for data; raise --dataloader_num_workers"
+            )
 
 
 MODEL_CARD = """---

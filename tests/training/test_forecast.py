@@ -151,20 +151,22 @@ def forecast(command, monkeypatch):
     return make
 
 
-def test_a_dry_run_needs_no_weights_and_writes_two_files(command, tiny_model, tmp_path, capsys):
+def test_a_dry_run_needs_no_weights_and_writes_what_it_found(command, tiny_model, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(tiny_model("qwen_image"), model, ignore=shutil.ignore_patterns("*.safetensors*"))
     without = command("qwen_image", "--use_gradient_checkpointing", model=model)
     printed = capsys.readouterr().out
     forecast = without["forecast"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["dataset.jsonl", "run.json"]
+    left = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert left == ["cache", "contact_sheet.png", "dataset.jsonl", "run.json"]
+    assert [path.name for path in (tmp_path / "out" / "cache").iterdir()] == ["index-0.jsonl"], "nothing is encoded"
     assert forecast["training_peak_bytes"] == sum(forecast["by_category"].values()) > 0
     assert forecast["phases"]["training"] == forecast["training_peak_bytes"]
     assert forecast["peak_phase"] == max(forecast["phases"], key=forecast["phases"].get)
     assert set(forecast["phases"]) == {"text encoder", "VAE", "training", "export"}
     assert forecast["host_bytes"] > 0 and forecast["device_type"] == "cuda"
     assert without["plan"] == {"transformer_blocks": ["recompute"] * len(without["plan"]["transformer_blocks"])}
-    assert "5 of 5 items are used (width x height x frames: 64x64x1: 5)" in printed
+    assert "5 of 5 items are used\n bucket (w x h x frames)" in printed
     assert forecast["by_mode"]["recompute"] == forecast["training_peak_bytes"] < forecast["by_mode"]["keep"]
     assert 0 < forecast["working_set_bytes"] < forecast["training_peak_bytes"]
     assert "training peak" in printed and "no accelerator is here to compare with" in printed

@@ -1,5 +1,7 @@
 """The loop against arithmetic: one weight, plain gradient descent."""
 
+import itertools
+
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -8,6 +10,8 @@ from memory.log import MemoryLog
 from train_qwen_image import FAMILY
 from training.arguments import parse_args
 from training.data.batches import TrainingDataset, plan_batches
+from training.data.inspection import Item
+from training.data.metadata import Row
 from training.errors import FailedError
 from training.flow_matching import Draw, SigmaLaw
 from training.launch import start_accelerator
@@ -34,22 +38,28 @@ class Scale(DiffusionTrainingModule):
 
 def make_dataset():
     generator = torch.Generator().manual_seed(0)
-    samples = [
-        {"id": str(n), "latents": torch.randn(2, 4, 4, generator=generator), "prompt_embeds": torch.zeros(1, 1)}
-        for n in range(NUM_ITEMS)
-    ]
-    return TrainingDataset(samples, [LAW] * NUM_ITEMS, seed=42)
+    latents = [torch.randn(2, 4, 4, generator=generator) for _ in range(NUM_ITEMS)]
+
+    def read(index):
+        return {"latents": latents[index], "prompt_embeds": torch.zeros(1, 1)}
+
+    names = [str(n) for n in range(NUM_ITEMS)]
+    return TrainingDataset(names, [(n,) for n in range(NUM_ITEMS)], read, [LAW] * NUM_ITEMS, seed=42)
 
 
-def run(tmp_path, *flags, module=None):
-    """Train and return the module and the order of the samples."""
+def run(tmp_path, *flags, module=None, batch_sizes=(None,) * NUM_ITEMS):
+    """Train and return the module and the order of the samples, by step and micro-batch."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     required = ["--pretrained_model_name_or_path", "-", "--dataset_path", "-", "--output_dir", str(tmp_path)]
     flags = [*required, "--training_mode", "full", "--optimizer", "torch.optim.SGD", "--learning_rate", "0.1", *flags]
     args = parse_args(flags, description="", values=FAMILY)
-    records = [{"id": "a", "caption": "a", "used": {"size": [4, 4], "frames": 1}}] * NUM_ITEMS
-    batches, last_step = plan_batches(args, records, 1, resumed={"step": 0}, model={})
+    row = Row("a", "a", None, "a")
+    items = [
+        Item(row, {"id": "a", "caption": "a", "used": {"size": [4, 4], "frames": 1, "batch_size": batch_size}}, None)
+        for batch_size in batch_sizes
+    ]
+    batches, last_step = plan_batches(args, items, 1, resumed={"step": 0}, model={})
     module, dataset = module or Scale(), make_dataset()
     optimizer_class, arguments = find_optimizer(args)
     accelerator = start_accelerator(args)
@@ -57,16 +67,16 @@ def run(tmp_path, *flags, module=None):
     with MemoryLog() as log:
         train(accelerator, module, dataset, batches, args, log=log, optimizer_class=optimizer_class,
               optimizer_arguments=arguments, steps=steps)  # fmt: skip
-    return module, [batches.step(step) for step in steps]
+    return module, [batches.micro_batches(step) for step in steps]
 
 
 def descend(order, max_grad_norm=None):
     """The same training by hand: the gradient of the mean loss over each global batch."""
     weight, dataset = 0.5, make_dataset()
-    for step, items in enumerate(order, 1):
-        gradient = 0.0
+    for step, micro_batches in enumerate(order, 1):
+        gradient, items = 0.0, list(itertools.chain(*micro_batches))
         for position, index in enumerate(items):
-            draw, latents = Draw(42, step, position), dataset.samples[index]["latents"].double()
+            draw, latents = Draw(42, step, position), dataset.read(index)["latents"].double()
             noise, sigma = draw.noise(latents.shape).double(), draw.sigma(LAW)
             noisy = (1 - sigma) * latents + sigma * noise
             gradient += float((2 * (weight * noisy - (noise - latents)) * noisy).mean()) / len(items)
@@ -80,7 +90,14 @@ def descend(order, max_grad_norm=None):
 def test_update_is_that_of_the_mean_over_the_global_batch(batch, accumulation, tmp_path):
     flags = ["--train_batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
     module, order = run(tmp_path, *flags, "--max_train_steps", "4", "--max_grad_norm", "0")
-    assert all(len(items) == batch * accumulation for items in order)
+    assert all(sum(map(len, micro_batches)) == batch * accumulation for micro_batches in order)
+    assert module.transformer["weight"].item() == pytest.approx(descend(order), rel=1e-5)
+
+
+def test_samples_count_alike_in_micro_batches_of_different_size(tmp_path):
+    flags = ["--gradient_accumulation_steps", "2", "--max_train_steps", "5", "--max_grad_norm", "0"]
+    module, order = run(tmp_path, *flags, batch_sizes=(3, 3, 3, 1, 1, 1))
+    assert any(len(first) != len(second) for first, second in order)
     assert module.transformer["weight"].item() == pytest.approx(descend(order), rel=1e-5)
 
 
@@ -93,7 +110,7 @@ def test_clipping(tmp_path):
 
 def test_the_transformer_is_told_the_sigma_of_the_noise(tmp_path):
     module, order = run(tmp_path, "--max_train_steps", "3", "--train_batch_size", "2")
-    sigmas = [Draw(42, step, p).sigma(LAW) for step, items in enumerate(order, 1) for p in range(len(items))]
+    sigmas = [Draw(42, step, p).sigma(LAW) for step, (items,) in enumerate(order, 1) for p in range(len(items))]
     expected = [torch.tensor(sigma, dtype=torch.float32).mul(1000).item() for sigma in sigmas]
     assert module.timesteps == expected
 

@@ -2,7 +2,8 @@
 
 One unit of the order is a micro-batch of all processes together: `train_batch_size * num_processes` samples of one
 size. Process r takes its r-th part. So one process with twice the batch size sees what two processes see, at
-the same places of the global batch. An epoch does not end a batch: the next one goes on where it stopped.
+the same places of the global batch; and all processes have equally many tokens at any moment, so that none waits. An
+epoch does not end a batch: the next one goes on where it stopped.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import json
 import numpy as np
 import torch
 
+from training.data.buckets import bucket_key
 from training.errors import RefusedError
 from training.flow_matching import Draw
 
@@ -23,56 +25,98 @@ class BatchPlan:
     Args:
         sizes (`list[tuple]`):
             For each item its size. Only items of equal size come into one micro-batch.
-        train_batch_size, num_processes, gradient_accumulation_steps, dataset_repeat, seed (`int`)
+        train_batch_size, dataset_repeat (`int`, or `list[int]` with one for each item):
+            Items of one size with different batch sizes do not meet.
+        num_processes, gradient_accumulation_steps, seed (`int`)
     """
 
     def __init__(
         self, sizes, *, train_batch_size, num_processes, gradient_accumulation_steps=1, dataset_repeat=1, seed=0
     ):
-        self.train_batch_size, self.num_processes = train_batch_size, num_processes
-        self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.samples_per_epoch = len(sizes) * dataset_repeat
-        self.samples_per_micro_batch = train_batch_size * num_processes
-        self.samples_per_step = self.samples_per_micro_batch * gradient_accumulation_steps
-        self.identity = {}  # what a checkpoint remembers of the run, from `plan_batches`
-        self._units = []
-        self._stream = self._unit_stream(sizes, dataset_repeat, seed)
+        def for_each(value):
+            return [value] * len(sizes) if isinstance(value, int) else value
 
-    def step(self, step):
-        """Return the items of an optimizer step, counted from 1: for each position of the global batch an index."""
+        self.num_processes, self.gradient_accumulation_steps = num_processes, gradient_accumulation_steps
+        self.batch_sizes, repeats = for_each(train_batch_size), for_each(dataset_repeat)
+        self.samples_per_epoch = sum(repeats)
+        several = len(set(self.batch_sizes)) > 1
+        # None where they differ from step to step.
+        self.samples_per_micro_batch = None if several else self.batch_sizes[0] * num_processes
+        self.samples_per_step = None if several else self.samples_per_micro_batch * gradient_accumulation_steps
+        self.identity = {}  # what a checkpoint remembers of the run, from `plan_batches`
+        self._units, self._samples_before = [], [0]
+        self._stream = self._unit_stream(sizes, repeats, seed)
+
+    def micro_batches(self, step):
+        """Return the micro-batches of an optimizer step, counted from 1: of each the items of all processes."""
         first = (step - 1) * self.gradient_accumulation_steps
         last = first + self.gradient_accumulation_steps
         while len(self._units) < last:
-            self._units.append(next(self._stream))
-        return list(itertools.chain(*self._units[first:last]))
+            unit = next(self._stream)
+            self._units.append(unit)
+            self._samples_before.append(self._samples_before[-1] + len(unit))
+        return self._units[first:last]
+
+    def step(self, step):
+        """Return the items of an optimizer step, counted from 1: for each position of the global batch an index."""
+        return list(itertools.chain(*self.micro_batches(step)))
+
+    def loss_weight(self, step, micro_batch):
+        """Return what the mean loss of a micro-batch, from 0, counts: so that each sample of the step counts alike."""
+        if self.samples_per_step is not None:
+            return 1.0
+        sizes = [len(unit) for unit in self.micro_batches(step)]
+        return sizes[micro_batch] * len(sizes) / sum(sizes)
+
+    def samples_before(self, step):
+        """Return how many samples come before an optimizer step."""
+        if self.samples_per_step is not None:
+            return (step - 1) * self.samples_per_step
+        if step > 1:
+            self.micro_batches(step - 1)
+        return self._samples_before[(step - 1) * self.gradient_accumulation_steps]
+
+    def steps_for(self, num_epochs):
+        """Return how many optimizer steps take all samples of `num_epochs` epochs."""
+        needed = num_epochs * self.samples_per_epoch
+        if self.samples_per_step is not None:
+            return -(-needed // self.samples_per_step)
+        return next(step for step in itertools.count(1) if self.samples_before(step + 1) >= needed)
 
     def describe(self, last_step):
         """Return one line on the length of a run of `last_step` optimizer steps, for a person."""
+        num_samples = self.samples_before(last_step + 1)
+        size = self.samples_per_step or f"{num_samples / last_step:.4g} (on average)"
+        per_process = f"{min(self.batch_sizes)} to {max(self.batch_sizes)}"
+        if self.samples_per_step:
+            per_process = self.batch_sizes[0]
         return (
-            f"{last_step} optimizer steps of {self.samples_per_step} samples ({self.train_batch_size} per process and "
+            f"{last_step} optimizer steps of {size} samples ({per_process} per process and "
             f"micro-batch x {self.num_processes} processes x {self.gradient_accumulation_steps} micro-batches); "
             f"{self.samples_per_epoch} samples per epoch, "
-            f"{last_step * self.samples_per_step / self.samples_per_epoch:.4g} epochs"
+            f"{num_samples / self.samples_per_epoch:.4g} epochs"
         )
 
     def epoch(self, step):
         """Return the epoch, from 0, in which an optimizer step begins."""
-        return (step - 1) * self.samples_per_step // self.samples_per_epoch
+        return self.samples_before(step) // self.samples_per_epoch
 
-    def _unit_stream(self, sizes, repeat, seed):
+    def _unit_stream(self, sizes, repeats, seed):
         """Yield units for ever, each size in proportion to its number of items."""
         buckets = {}
-        for index, size in enumerate(sizes):
-            buckets.setdefault(size, []).extend([index] * repeat)
+        for index, (size, batch_size, repeat) in enumerate(zip(sizes, self.batch_sizes, repeats, strict=True)):
+            buckets.setdefault((size, batch_size), []).extend([index] * repeat)
         # Each bucket lays its units out over time, one somewhere in each slot of its own length; merged by time they
         # mix at random and yet keep every item in step with the others.
-        streams = [self._bucket_stream(number, indices, seed) for number, indices in enumerate(buckets.values())]
+        streams = [
+            self._bucket_stream(number, indices, batch_size * self.num_processes, seed)
+            for number, ((_, batch_size), indices) in enumerate(buckets.items())
+        ]
         for _, unit in heapq.merge(*streams, key=lambda timed: timed[0]):
             yield unit
 
-    def _bucket_stream(self, number, indices, seed):
+    def _bucket_stream(self, number, indices, unit_size, seed):
         """Yield (time in epochs, unit) of one bucket."""
-        unit_size = self.samples_per_micro_batch
         items = self._shuffled_for_ever(number, indices, seed)
         jitter = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number, 1])))
         for slot in itertools.count():
@@ -85,12 +129,12 @@ class BatchPlan:
             yield from (indices[i] for i in order.permutation(len(indices)))
 
 
-def plan_batches(args, records, num_processes, *, resumed, model, num_stages=1):
+def plan_batches(args, items, num_processes, *, resumed, model, num_stages=1):
     """Return the `BatchPlan` of this run and its last optimizer step.
 
     Args:
         args (`argparse.Namespace`)
-        records (`list[dict]`): Of the items that are trained, which are batched by their size.
+        items (`list[Item]`): Those that are trained, which are batched by their size.
         num_processes (`int`)
         resumed (`dict`): State of the checkpoint to go on from, of `find_checkpoint`.
         model (`dict`): What the model is, for a checkpoint to know; values that JSON takes.
@@ -100,24 +144,25 @@ def plan_batches(args, records, num_processes, *, resumed, model, num_stages=1):
         RefusedError: The checkpoint is already past the last step, or of a run with other batches, another dataset or
             another model.
     """
-    sizes = [(*record["used"]["size"], record["used"]["frames"]) for record in records]
+    keys = [bucket_key(item.record, args.train_batch_size) for item in items]
     batches = BatchPlan(
-        sizes,
-        train_batch_size=args.train_batch_size,
+        [key[:-1] for key in keys],
+        train_batch_size=[key[-1] for key in keys],
         num_processes=num_processes,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
-        dataset_repeat=args.dataset_repeat,
+        dataset_repeat=[item.row.repeat for item in items],
         seed=args.seed,
     )
-    last_step = args.max_train_steps
-    if last_step is None:
-        last_step = -(-args.num_train_epochs * batches.samples_per_epoch // batches.samples_per_step)
-    described = [[record[key] for key in ("id", "caption", "used")] for record in records]
+    last_step = args.max_train_steps or batches.steps_for(args.num_train_epochs)
+    described = [
+        [*(item.record[key] for key in ("id", "caption", "used")), item.row.repeat, item.digest] for item in items
+    ]
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
     batches.identity = {"model": json.loads(json.dumps(model)), "dataset": digest}
     batches.identity |= {
         name: getattr(batches, name) for name in ("samples_per_step", "samples_per_epoch", "samples_per_micro_batch")
     }
+    batches.identity["num_processes"] = num_processes
     if resumed["step"] == 0:
         return batches, last_step
     if resumed["step"] > num_stages * last_step:
@@ -126,7 +171,10 @@ def plan_batches(args, records, num_processes, *, resumed, model, num_stages=1):
             f"{num_stages * last_step}; raise --max_train_steps or --num_train_epochs."
         )
     # Items of one size come in the same order however a step is split; with several sizes the split decides.
-    for name in ("samples_per_step", "samples_per_epoch", *["samples_per_micro_batch"] * (len(set(sizes)) > 1)):
+    split = ("samples_per_micro_batch",) if len(set(keys)) > 1 else ()
+    if batches.samples_per_step is None:
+        split = ("num_processes",)
+    for name in ("samples_per_step", "samples_per_epoch", *split):
         if batches.identity[name] != resumed[name]:
             raise RefusedError(
                 f"--resume_from_checkpoint: this run has {batches.identity[name]} {name.replace('_', ' ')}, that of "
@@ -141,7 +189,7 @@ def plan_batches(args, records, num_processes, *, resumed, model, num_stages=1):
             )
     if digest != resumed["dataset"]:
         raise RefusedError(
-            "--resume_from_checkpoint: items, their order, captions, sizes or frames differ from those of the "
+            "--resume_from_checkpoint: items, their order, files, captions, sizes or frames differ from those of the "
             "checkpoint's run; resume with the dataset as it was, or start a new run with --lora_init_path."
         )
     return batches, last_step
@@ -163,34 +211,40 @@ class MicroBatchSampler(torch.utils.data.Sampler):
         return len(self.steps) * self.plan.gradient_accumulation_steps
 
     def __iter__(self):
-        size = self.plan.train_batch_size
         for step in self.steps:
-            indices = self.plan.step(step)
-            for start in range(self.process_index * size, len(indices), size * self.plan.num_processes):
-                yield [(step, position, indices[position]) for position in range(start, start + size)]
+            before = 0
+            for unit in self.plan.micro_batches(step):
+                size = len(unit) // self.plan.num_processes
+                first = self.process_index * size
+                yield [(step, before + place, unit[place]) for place in range(first, first + size)]
+                before += len(unit)
 
 
 class TrainingDataset(torch.utils.data.Dataset):
-    """Cached samples, with what is drawn for a place in the training order.
+    """Samples of the cache, with what is drawn for a place in the training order.
 
     Args:
-        samples (`list[dict]`):
-            For each item its `id`, `latents` (C, [F,] H, W) in fp32, `prompt_embeds` (L, J), and further tensors of
-            which those of items of one size have one shape.
+        ids (`list[str]`):
+            Of the items.
+        entries (`list[tuple]`):
+            For each item the arguments of `read`.
+        read (`Callable[..., dict[str, torch.Tensor]]`):
+            Returns `latents` (C, [F,] H, W) in fp32, `prompt_embeds` (L, J), and further tensors of which those of
+            items of one size have one shape.
         laws (`list[SigmaLaw]`):
             For each item the law of its sigma, which can depend on its size.
-        dropped_prompt_embeds (`torch.Tensor` of shape (L, J)):
+        dropped_prompt_embeds (`torch.Tensor` of shape (L, J), *optional*):
             Stands for the caption of samples whose caption is dropped.
         caption_dropout (`float`), seed (`int`)
     """
 
-    def __init__(self, samples, laws, *, seed, caption_dropout=0.0, dropped_prompt_embeds=None):
-        self.samples, self.laws = samples, laws
+    def __init__(self, ids, entries, read, laws, *, seed, caption_dropout=0.0, dropped_prompt_embeds=None):
+        self.ids, self.entries, self.read, self.laws = ids, entries, read, laws
         self.seed, self.caption_dropout = seed, caption_dropout
         self.dropped_prompt_embeds = dropped_prompt_embeds
 
     def __len__(self):
-        return len(self.samples)
+        return len(self.entries)
 
     def sigma(self, step, position, index):
         """Return the sigma (`float`) of the item `index` at a place in the training order."""
@@ -198,14 +252,12 @@ class TrainingDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, place):
         step, position, index = place
-        sample, draw = self.samples[index], Draw(self.seed, step, position)
-        drops = self.caption_dropout > 0 and draw.drops_caption(self.caption_dropout)
-        return {
-            **{name: tensor for name, tensor in sample.items() if name != "id"},
-            "prompt_embeds": self.dropped_prompt_embeds if drops else sample["prompt_embeds"],
-            "noise": draw.noise(sample["latents"].shape),
-            "sigmas": torch.tensor(self.sigma(step, position, index), dtype=torch.float32),
-        }
+        sample, draw = self.read(*self.entries[index]), Draw(self.seed, step, position)
+        if self.caption_dropout > 0 and draw.drops_caption(self.caption_dropout):
+            sample["prompt_embeds"] = self.dropped_prompt_embeds
+        sample["noise"] = draw.noise(sample["latents"].shape)
+        sample["sigmas"] = torch.tensor(self.sigma(step, position, index), dtype=torch.float32)
+        return sample
 
 
 def collate(samples):

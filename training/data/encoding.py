@@ -1,69 +1,286 @@
-"""Runs the encoders once over the dataset, before training, and keeps their outputs on the CPU."""
+"""Runs the encoders over what of a dataset is not in the cache yet, once, before training."""
 
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
 import logging
+import os
+import pathlib
+import shutil
 
+import huggingface_hub
 import torch
 from tqdm.auto import tqdm
 
+from training.data.cache import code_identity, digest_of, is_complete, read_entry, write_entry
+from training.data.inspection import decoder_identity
+from training.data.metadata import first_five
 from training.errors import RefusedError
+from training.launch import gather_from_all
 
 
 logger = logging.getLogger(__name__)
 
+_ENCODER_PACKAGES = ("torch", "diffusers", "transformers", "tokenizers")
 
-def count_caption_tokens(captions, count_tokens):
+# Decoded media that wait for the encoder may take so much.
+_WAITING_BYTES = 2 * 2**30
+_MOST_THREADS = 8
+
+# What it means that a part of a key is another one than last time.
+_REASONS = {
+    "file": "whose file changed",
+    "caption": "whose caption changed",
+    "pixels": "whose size, frames or part changed",
+    "encoder": "for another encoder or task",
+    "code": "for another version of the code or the libraries",
+    "device": "for another kind of device",
+}
+
+
+def count_caption_tokens(items, dropped_caption, count_tokens):
     """Return how many tokens each different caption has, and say which are longer than the text encoder takes.
 
     Args:
-        captions (`list[str]`)
+        items (`list[Item]`): Of those that are used.
+        dropped_caption (`str`, *optional*)
         count_tokens (`Callable[[str], tuple[int, int]]`): Returns the tokens of a caption and how many are kept.
 
     Returns:
-        `list[int]`: How many are kept of each.
+        `dict[str, int]`: How many are kept of each.
     """
-    counts = {caption: count_tokens(caption) for caption in dict.fromkeys(captions)}
+    captions = dict.fromkeys(item.row.caption for item in items)
+    if dropped_caption is not None:
+        captions[dropped_caption] = None
+    counts = {caption: count_tokens(caption) for caption in captions}
     cut = [(caption, *count) for caption, count in counts.items() if count[0] > count[1]]
     if cut:
         listed = "; ".join(f"{tokens} tokens, {kept} kept: {caption[:60]!r}..." for caption, tokens, kept in cut[:5])
         logger.warning("%d captions are cut, as the stock pipeline would cut them: %s", len(cut), listed)
-    return [kept for _, kept in counts.values()]
+    return {caption: kept for caption, (_, kept) in counts.items()}
 
 
-def encode_captions(captions, encode, accelerator):
-    """Encode each different caption once, one at a time: padding in a batch would change bits.
+def weights_identity(cache, pretrained_model_name_or_path, subfolders, *, revision=None, variant=None):
+    """Return the digest of the parts of a pipeline: of their files, or for one from the hub of its commit.
 
     Args:
-        captions (`list[str]`)
-        encode (`Callable[[str], torch.Tensor]`): Returns (L, J).
-
-    Returns:
-        `dict[str, torch.Tensor]`: Caption -> embedding, on the CPU.
+        cache (`Cache`): Remembers digests of files.
+        pretrained_model_name_or_path (`str`)
+        subfolders (`tuple[str, ...]`): Of the parts.
+        revision, variant (`str`, *optional*): As `from_pretrained` takes them.
     """
-    different = list(dict.fromkeys(captions))
-    return {
-        caption: encode(caption).cpu()
-        for caption in tqdm(different, desc="captions", disable=not accelerator.is_main_process)
-    }
+    if os.path.isdir(pretrained_model_name_or_path):
+        root = pathlib.Path(pretrained_model_name_or_path)
+        files = sorted(path for folder in subfolders for path in (root / folder).rglob("*") if path.is_file())
+        return digest_of([[[str(path.relative_to(root)), cache.digest(path)] for path in files], variant])
+    # Its configs were read already, so that its commit is known here.
+    index = huggingface_hub.try_to_load_from_cache(
+        pretrained_model_name_or_path, "model_index.json", revision=revision
+    )
+    commit = pathlib.Path(index).parent.name
+    return digest_of([pretrained_model_name_or_path, commit, list(subfolders), variant])
 
 
-def encode_media(items, read, encode, accelerator):
-    """Encode each picture or clip at the size that its record says.
+@dataclasses.dataclass
+class Encodings:
+    """What the cache is to hold of one kind, and what of it is missing.
 
     Args:
-        items (`list[tuple[Row, dict]]`): Rows with their records, of those that are used.
-        read (`Callable[[Row, dict], torch.Tensor]`): Returns pixels in [-1, 1].
-        encode (`Callable[[torch.Tensor], dict[str, torch.Tensor]]`): From those to what a sample holds.
+        kind (`str`): `"captions"` or `"media"`.
+        paths (`list[pathlib.Path]`): For each item its entry.
+        missing (`dict[pathlib.Path, object]`):
+            Entry -> what it is made of, a caption or an `Item`; the same on all processes.
+    """
+
+    kind: str
+    paths: list
+    missing: dict
+
+
+def plan_encodings(cache, accelerator, items, *, dropped_caption, text_encoder, media_encoder, pipeline_file):
+    """Look up what the encoders make of a dataset, and say what is missing and why.
+
+    Args:
+        cache (`Cache`)
+        accelerator (`Accelerator`)
+        items (`list[Item]`): Of those that are used.
+        dropped_caption (`str`, *optional*): Stands for captions that are dropped, where any are.
+        text_encoder, media_encoder (`str`): From `weights_identity`, with what else a result depends on.
+        pipeline_file (`str`): Of the code that encodes, with its template.
 
     Returns:
-        `list[dict[str, torch.Tensor]]`: For each item what `encode` returned, on the CPU.
+        `tuple[Encodings, Encodings]`: Of captions, equal ones in one entry, the dropped one at the end; and of media,
+        with the largest of those that are missing first.
+    """
+    code = code_identity((pipeline_file,), _ENCODER_PACKAGES)
+    common = {"code": code, "encoder": text_encoder, "device": accelerator.device.type}
+    captions = [(item_name(item.row), item.row.caption) for item in items]
+    if dropped_caption is not None:
+        captions.append(("the dropped caption", dropped_caption))
+    wanted = [(name, common | {"caption": digest_of(caption)}, caption) for name, caption in captions]
+    of_captions = _plan(cache, accelerator, "captions", wanted)
+
+    common |= {"code": code + decoder_identity(), "encoder": media_encoder}
+    wanted = []
+    for item in items:
+        used = item.record["used"]
+        pixels = digest_of([used["size"], used.get("source_frames")])
+        # Which decoder reads a file depends on its suffix.
+        file = item.digest + pathlib.Path(item.row.id).suffix.lower()
+        wanted.append((item_name(item.row), common | {"file": file, "pixels": pixels}, item))
+    of_media = _plan(cache, accelerator, "media", wanted)
+    of_media.missing = dict(sorted(of_media.missing.items(), key=lambda entry: -_pixel_bytes(entry[1])))
+    return of_captions, of_media
+
+
+def item_name(row):
+    """Return what tells a row apart from those of other datasets."""
+    return os.path.abspath(row.media) if isinstance(row.media, os.PathLike) else row.id
+
+
+def _pixel_bytes(item):
+    used = item.record["used"]
+    return 12 * used["size"][0] * used["size"][1] * used["frames"]
+
+
+def _plan(cache, accelerator, kind, wanted):
+    """Return the `Encodings` of (name, parts of the key, what it is made of), and say what is missing and why."""
+    paths = [cache.path(kind, parts) for _, parts, _ in wanted]
+    # As the first process sees it: the others may look when it has gone on already.
+    there = {path: is_complete(path) for path in dict.fromkeys(paths)} if accelerator.is_main_process else None
+    there = gather_from_all(accelerator, there)[0]
+    missing, reasons = {}, collections.defaultdict(list)
+    for path, (name, parts, made_of) in zip(paths, wanted, strict=True):
+        last = cache.last_parts(f"{kind} {name}")
+        if there[path] or path in missing:
+            continue
+        missing[path] = made_of
+        differing = [] if last is None else [part for part in parts if parts[part] != last.get(part)]
+        known = " and ".join(_REASONS[part] for part in differing) or "that are no longer in the cache"
+        reasons["that are new" if last is None else known].append(os.path.basename(name))
+    num_entries = len(there)
+    logger.info("cache: %d of %d %s are encoded already", num_entries - len(missing), num_entries, kind)
+    for reason, names in reasons.items():
+        logger.info("cache: %d %s %s are to be encoded:\n%s", len(names), kind, reason, first_five(names))
+    if accelerator.is_main_process:
+        for name, parts, _ in wanted:
+            cache.last_parts(f"{kind} {name}", parts)
+    return Encodings(kind, paths, missing)
+
+
+def check_room(cache, num_bytes):
+    """Make the cache folder, and check that its disk has room for what will be written.
+
+    Args:
+        cache (`Cache`)
+        num_bytes (`int`): Of it.
 
     Raises:
-        RefusedError: A result is not finite.
+        RefusedError: It has not, or cannot be written.
     """
-    samples = []
-    for row, record in tqdm(items, desc="media", disable=not accelerator.is_main_process):
-        samples.append({name: tensor.cpu() for name, tensor in encode(read(row, record)).items()})
-        for name, tensor in samples[-1].items():
-            if not torch.isfinite(tensor).all():
-                raise RefusedError(f"{row.id}: its {name} are not finite numbers; remove it from the dataset.")
-    return samples
+    cache.make_folder()
+    cache.remove_leftovers()
+    free = shutil.disk_usage(cache.folder).free
+    if num_bytes > free:
+        raise RefusedError(
+            f"--cache_dir {cache.folder}: {num_bytes / 2**30:.2f} GiB are to be written there and "
+            f"{free / 2**30:.2f} GiB are free; give a folder on another disk."
+        )
+
+
+def encode_missing(encodings, encode, accelerator, *, read=None):
+    """Encode what is missing: each process a part, one entry at a time.
+
+    One at a time, because the bits of a result would depend on what else is in the batch: then an entry that is made
+    anew would differ from one that was made in a full run. Media are decoded in threads, and written in them.
+
+    Args:
+        encodings (`Encodings`)
+        encode (`Callable`): From what `read` returns to the tensors of an entry, or to one tensor, `prompt_embeds`.
+        accelerator (`Accelerator`)
+        read (`Callable`, *optional*): From what an entry is made of to the input of `encode`, on the CPU.
+
+    Raises:
+        RefusedError: An item cannot be read, or a result is not finite; on all processes.
+    """
+    share = list(encodings.missing.items())[accelerator.process_index :: accelerator.num_processes]
+    problem = None
+    try:
+        _encode_share(share, encodings.kind, encode, read, accelerator)
+    except (RefusedError, OSError) as error:
+        problem = str(error)
+    problems = list(filter(None, gather_from_all(accelerator, problem)))
+    if problems:
+        raise RefusedError("; ".join(problems))
+    absent = [path for path in encodings.missing if not path.exists()]
+    if any(gather_from_all(accelerator, bool(absent))):
+        raise RefusedError(
+            f"--cache_dir: what one process wrote another does not see (such as {(absent or encodings.paths)[0]}); "
+            "give a folder that all machines share."
+        )
+
+
+def _encode_share(share, kind, encode, read, accelerator):
+    position = accelerator.process_index
+    description = kind if accelerator.num_processes == 1 else f"{kind} (process {position})"
+    largest = max((_pixel_bytes(made_of) for _, made_of in share), default=1) if read else 1
+    ahead = max(2, min(2 * _MOST_THREADS, _WAITING_BYTES // largest))
+    # The progress of every process is shown, with the time that is left: none is waited for without a sign of life.
+    with (
+        concurrent.futures.ThreadPoolExecutor(min(ahead, _MOST_THREADS)) as pool,
+        tqdm(total=len(share), desc=description, position=position, disable=not share) as bar,
+    ):
+        tasks = iter(share)
+        reading = collections.deque()
+
+        def read_next():
+            for path, made_of in itertools.islice(tasks, 1):
+                reading.append((path, made_of, pool.submit(read, made_of) if read else None))
+
+        for _ in range(ahead):
+            read_next()
+        writing = collections.deque()
+        try:
+            while reading:
+                path, made_of, future = reading.popleft()
+                pixels = future.result() if read else made_of
+                read_next()
+                tensors = encode(pixels)
+                tensors = tensors if isinstance(tensors, dict) else {"prompt_embeds": tensors}
+                tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+                for name, tensor in tensors.items():
+                    if not torch.isfinite(tensor).all():
+                        what = made_of.row.name if read else f"the caption {made_of[:60]!r}"
+                        raise RefusedError(f"{what}: its {name} are not finite numbers; remove it from the dataset.")
+                writing.append(pool.submit(write_entry, path, tensors))
+                if len(writing) > ahead:
+                    writing.popleft().result()
+                bar.update()
+            for future in writing:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def read_unchanged(cache, read):
+    """Return a function that reads an `Item`, and makes sure that it is still what was looked at.
+
+    Args:
+        cache (`Cache`)
+        read (`Callable[[Row, dict], torch.Tensor]`)
+    """
+
+    def read_item(item):
+        pixels = read(item.row, item.record)
+        if cache.digest(item.row.content) != item.digest:
+            raise RefusedError(f"{item.row.name} changed while it was read; start the run again.")
+        return pixels
+
+    return read_item
+
+
+def read_sample(caption_path, media_path):
+    """Return the tensors of a sample: the embedding of its caption, and what its picture or clip was encoded to."""
+    return read_entry(caption_path) | read_entry(media_path)

@@ -6,21 +6,17 @@ One path for every picture, so that orientation, transparency and pixel range ca
 import io
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
 
-from training.data.metadata import first_five
+from training.data.inspection import Inspector, inspect_each
 from training.errors import RefusedError
 
 
 logger = logging.getLogger(__name__)
-
-# Beyond this most of a picture would be cropped away, or one side would be thinner than a token.
-MAX_ASPECT_RATIO = 10
 
 
 def open_image(media, name=None):
@@ -115,49 +111,6 @@ def _to_srgb(image, profile):
     return image.convert("RGB")
 
 
-def target_size(source_width, source_height, *, height, width, max_pixels, divisor):
-    """Chooses the size that a picture trains at.
-
-    With `max_pixels`: of the sizes under the cap and inside the source the largest of about its aspect, where one
-    percent of error in aspect (which is cropped) weighs as much as ten percent of the pixels. A source side below
-    `divisor` is enlarged to it.
-
-    Args:
-        source_width: Width of the upright source in pixels.
-        source_height: Height of the upright source in pixels.
-        height: Fixed height in pixels, not looked at with `max_pixels`.
-        width: Fixed width in pixels, not looked at with `max_pixels`.
-        max_pixels: Cap on height x width, or None for the fixed size.
-        divisor: Both sides are a multiple of it.
-
-    Returns:
-        (height, width) in pixels.
-
-    Raises:
-        RefusedError: If the source is too small or too elongated.
-    """
-    short, long = sorted((source_width, source_height))
-    if 2 * short < divisor or long > MAX_ASPECT_RATIO * short:
-        raise RefusedError(
-            f"{source_width}x{source_height} pixels: the shorter side must be at least {(divisor + 1) // 2} and the "
-            f"longer side at most {MAX_ASPECT_RATIO} times the shorter."
-        )
-    if max_pixels is None:
-        return height, width
-
-    sizes = set()
-    for rows in range(divisor, min(max(source_height, divisor), max_pixels // divisor) + 1, divisor):
-        most = min(max_pixels // rows, max(source_width, divisor)) // divisor * divisor
-        below = rows * source_width // source_height // divisor * divisor
-        sizes.update((rows, min(max(columns, divisor), most)) for columns in (below, below + divisor))
-
-    def worth(size):
-        ratio = size[1] * source_height / (size[0] * source_width)
-        return size[0] * size[1] / max(ratio, 1 / ratio) ** 10, size
-
-    return max(sizes, key=worth)
-
-
 def cover_and_crop(image, height, width):
     """Scales a picture until it covers the size, aspect kept, and crops what stands out evenly on both sides.
 
@@ -186,85 +139,46 @@ def to_tensor(image):
     return pixels.float() / 127.5 - 1.0
 
 
-def inspect_rows(rows, *, height, width, max_pixels, divisor):
+def inspect_rows(rows, sizing, **how):
     """Decodes every picture once, so that a bad one is known before a model loads.
 
     Args:
         rows: A list of `training.data.metadata.Row`.
-        height, width, max_pixels, divisor: See `target_size`.
+        sizing: A `training.data.buckets.Sizing`.
+        how: `on_bad_sample`, `cache` and `accelerator` of `training.data.inspection.inspect_each`.
 
     Returns:
-        For each row its record of `dataset.jsonl`, a dict.
+        A list of `training.data.inspection.Item`.
 
     Raises:
         RefusedError: If pictures are bad; lists all of them with their reasons.
     """
-    size_of = partial(target_size, height=height, width=width, max_pixels=max_pixels, divisor=divisor)
-    return inspect_each(partial(_inspect, size_of=size_of), rows, "pictures")
+    inspector = Inspector("pictures", _measure, "picture", partial(_decide, sizing=sizing))
+    return inspect_each(rows, inspector, **how)
 
 
-def inspect_each(inspect, rows, what, max_threads=None):
-    """Makes the record of every row, and says which are enlarged a lot.
-
-    Args:
-        inspect: From a `training.data.metadata.Row` to its record; raises RefusedError.
-        rows: A list of rows.
-        what: What the rows hold, in the plural.
-        max_threads: The most threads to use; Python's choice if not given.
-
-    Returns:
-        The records, in the order of the rows.
-
-    Raises:
-        RefusedError: If any row is refused; lists all of them with their reasons.
-    """
-
-    def record_or_error(row):
-        try:
-            return inspect(row)
-        except RefusedError as error:
-            return error
-
-    # Threads: Pillow and FFmpeg decode without holding Python's lock.
-    with ThreadPoolExecutor(max_threads) as pool:
-        results = list(pool.map(record_or_error, rows))
-    problems = [str(result) for result in results if isinstance(result, RefusedError)]
-    if problems:
-        listing = "\n".join(f"  {problem}" for problem in problems)
-        raise RefusedError(f"{len(problems)} of {len(rows)} {what} cannot be used:\n{listing}")
-
-    enlarged = []
-    for record in results:
-        if record["decision"] == "used":
-            source, used = record["source"]["size"], record["used"]["size"]
-            scale = max(used[0] / source[0], used[1] / source[1])
-            if scale > 2:
-                enlarged.append(f"{record['id']}: {source[0]}x{source[1]} to {used[0]}x{used[1]}, {scale:.1f} times")
-    if enlarged:
-        logger.warning("%d %s are enlarged more than 2 times:\n%s", len(enlarged), what, first_five(enlarged))
-    return results
+def _measure(content, name):
+    return {"size": open_image(content, name).size}
 
 
-def row_name(row):
-    """Returns how messages call a row: by its id, and where it was found."""
-    return row.id if row.id == row.origin else f"{row.id} ({row.origin})"
-
-
-def _inspect(row, size_of):
-    name = row_name(row)
-    source_width, source_height = open_image(row.media, name).size
-    try:
-        height, width = size_of(source_width, source_height)
-    except RefusedError as error:
-        raise RefusedError(f"{name}: {error}") from error
-    return {
+def _decide(row, measured, sizing):
+    size = measured["size"]
+    record = {
         "id": row.id,
         "caption": row.caption,
-        "source": {"size": [source_width, source_height], "frames": 1, "fps": None},
-        "used": {"size": [width, height], "frames": 1},
-        "decision": "used",
+        "source": {"size": list(size), "frames": 1, "fps": None},
+        "used": None,
+        "decision": "dropped",
         "reason": None,
     }
+    chosen = sizing.choose(row.id, *size, 1)
+    if chosen is None:
+        return record | {"reason": sizing.smallest}
+    height, width, _, batch_size = chosen
+    used = {"size": [width, height], "frames": 1}
+    if batch_size is not None:
+        used["batch_size"] = batch_size
+    return record | {"decision": "used", "used": used}
 
 
 def read_picture(row, record):
@@ -278,4 +192,4 @@ def read_picture(row, record):
         A float32 tensor (3, height, width) in [-1, 1].
     """
     width, height = record["used"]["size"]
-    return to_tensor(cover_and_crop(open_image(row.media), height, width))
+    return to_tensor(cover_and_crop(open_image(row.content, row.name), height, width))

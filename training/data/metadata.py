@@ -8,15 +8,17 @@ import codecs
 import csv
 import difflib
 import io
+import itertools
 import json
 import logging
 import os
 import re
 import reprlib
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from training.arguments import DATASET_FLAGS
 from training.errors import RefusedError
 
 
@@ -32,21 +34,54 @@ HUB_COLUMNS_WITH_VIDEOS = {**HUB_COLUMNS, "media": ("image", "video")}
 
 
 @dataclass(frozen=True)
+class Embedded:
+    """A picture or clip inside a Hugging Face dataset, which stays on disk until it is read.
+
+    Args:
+        data: The `datasets.Dataset`, not decoded.
+        index: Of the row.
+        column: Of the pictures or clips.
+    """
+
+    data: object
+    index: int
+    column: str
+
+    def read(self):
+        """Returns the bytes of the file."""
+        return self.data[self.index][self.column]["bytes"]
+
+
+@dataclass(frozen=True)
 class Row:
     """One item of a dataset.
 
     Args:
         id: Unique name: the path relative to the dataset with forward slashes, or `split/index` for a Hugging Face
-            dataset, whose items need not have a path.
-        caption: The text as it was written; empty only where empty captions are allowed.
-        media: The path of a picture, a video or a folder of frames, or undecoded bytes where the dataset embeds them.
+            dataset, whose items need not have a path. With several datasets the name of its own stands before it.
+        caption: The text as it was written; empty where there is none.
+        media: The path of a picture, a video or a folder of frames, or where a dataset embeds it.
         origin: Where the row was found, for messages: `metadata.csv line 3`, or the id for sidecar folders.
+        problem: Why the row cannot be used, as far as that shows without decoding; else None.
+        repeat: How often the item comes in one epoch.
     """
 
     id: str
     caption: str
-    media: Path | bytes
+    media: Path | bytes | Embedded | None
     origin: str
+    problem: str | None = None
+    repeat: int = 1
+
+    @property
+    def content(self):
+        """What decoders take: the path, or the bytes."""
+        return self.media.read() if isinstance(self.media, Embedded) else self.media
+
+    @property
+    def name(self):
+        """How messages call the row: by its id, and where it was found."""
+        return self.id if self.id == self.origin else f"{self.id} ({self.origin})"
 
 
 @dataclass(frozen=True)
@@ -55,8 +90,42 @@ class _Item:
 
     id: str
     caption: object
-    media: Path | bytes
+    media: Path | bytes | Embedded | None
     origin: str
+    problem: str | None = None
+
+
+def read_datasets(args, **kind):
+    """Reads the rows of the dataset, or of all datasets, that the flags or a config file name.
+
+    Args:
+        args: From `parse_args`.
+        kind: `media_suffixes` and `frame_folders` of `read_rows`.
+
+    Returns:
+        A list of `Row`.
+
+    Raises:
+        RefusedError: See `read_rows`.
+    """
+
+    def read(dataset):
+        columns = {name: dataset[name] for name in ("dataset_metadata", "media_column", "caption_column")}
+        rows = read_rows(
+            dataset["dataset_path"], **columns, allow_missing_captions=args.allow_missing_captions, **kind
+        )
+        return [replace(row, repeat=dataset["dataset_repeat"]) for row in rows]
+
+    if args.datasets is None:
+        return read({name: getattr(args, name) for name in DATASET_FLAGS})
+    rows, taken = [], set()
+    for dataset in args.datasets:
+        name = os.path.basename(os.path.normpath(dataset["dataset_path"]))
+        number = next(n for n in itertools.count(1) if (name, n) not in taken)
+        taken.add((name, number))
+        name += f"#{number}" if number > 1 else ""
+        rows += [replace(row, id=f"{name}/{row.id}", origin=f"{name}: {row.origin}") for row in read(dataset)]
+    return rows
 
 
 def read_rows(
@@ -83,10 +152,11 @@ def read_rows(
             beside it, or where a row names it. Its pictures are no items then.
 
     Returns:
-        A list of `Row` with unique ids: sidecar folders in order of their ids, all others in order of their rows.
+        A list of `Row`: sidecar folders in order of their ids, all others in order of their rows. Those without a
+        `problem` have unique ids.
 
     Raises:
-        RefusedError: If anything is missing, ambiguous or unreadable. All problems of one kind come in one error.
+        RefusedError: If the dataset or its metadata is missing, ambiguous or unreadable as a whole.
     """
     given_columns = {"media": media_column, "caption": caption_column}
     if not os.path.exists(dataset_path):
@@ -138,37 +208,38 @@ def _judge_captions(items, name, allow_missing_captions, media_suffixes, hint=""
     if not items:
         suffixes = ", ".join(sorted(set(media_suffixes)))
         raise RefusedError(f"{name} has no items: neither rows of metadata nor files that end in {suffixes}.")
-    rows, unusable, without = [], [], {"empty": [], "missing": []}
+    rows, found, without = [], 0, {"empty": [], "missing": []}
     for item in items:
-        caption = "" if item.caption is None else item.caption
+        caption, problem = "" if item.caption is None else item.caption, item.problem
         if not isinstance(caption, str) or not _is_unicode(caption):
-            unusable.append(f"{item.origin}: {reprlib.repr(caption)}")
-            continue
-        # A mark at the start and line ends at the end belong to the file that the text came from, not to the text.
-        caption = caption.lstrip("\ufeff").rstrip("\r\n")
-        if not caption.strip():
-            without["missing" if item.caption is None else "empty"].append(item.origin)
+            problem = problem or f"caption {reprlib.repr(caption)} is not text (numbers need quotes)"
             caption = ""
-        rows.append(Row(item.id, caption, item.media, item.origin))
-    if unusable:
-        raise RefusedError(
-            f"{name} has {len(unusable)} captions that are not text (numbers need quotes):\n{first_five(unusable)}"
-        )
+        else:
+            # A mark at the start and line ends at the end belong to the file that the text came from, not to the text.
+            caption = caption.lstrip("\ufeff").rstrip("\r\n")
+            if not caption.strip():
+                kind, caption = "missing" if item.caption is None else "empty", ""
+                without[kind].append(item.origin)
+                if not allow_missing_captions:
+                    problem = problem or f"caption {kind}"
+            else:
+                found += 1
+        rows.append(Row(item.id, caption, item.media, item.origin, problem))
 
-    num_without = sum(map(len, without.values()))
-    counts = ", ".join(
-        [f"{len(rows) - num_without} found", *(f"{len(origins)} {kind}" for kind, origins in without.items())]
-    )
-    if not num_without:
+    counts = ", ".join([f"{found} found", *(f"{len(origins)} {kind}" for kind, origins in without.items())])
+    if not any(without.values()):
         logger.info("%s: captions: %s", name, counts)
-        return rows
-    listing = first_five([f"{origin}: caption {kind}" for kind, origins in without.items() for origin in origins])
-    if not allow_missing_captions:
-        raise RefusedError(
-            f"{name}: captions: {counts}; write them, or pass --allow_missing_captions to train these items on an "
-            f"empty caption.{hint}\n{listing}"
+    elif allow_missing_captions:
+        listing = first_five([f"{origin}: caption {kind}" for kind, origins in without.items() for origin in origins])
+        logger.warning("%s: captions: %s; these train on an empty caption.%s\n%s", name, counts, hint, listing)
+    else:
+        logger.warning(
+            "%s: captions: %s; write them, or pass --allow_missing_captions to train these items on an empty "
+            "caption.%s",
+            name,
+            counts,
+            hint,
         )
-    logger.warning("%s: captions: %s; these train on an empty caption.%s\n%s", name, counts, hint, listing)
     return rows
 
 
@@ -281,23 +352,21 @@ def _sidecar_items(folder, files, media_suffixes, frame_folders):
     for name in files:
         if _suffix(name) in media_suffixes and name not in frames:
             media.setdefault(_stem(name), []).append(name)
-    shared = [f"{texts[key]}: {', '.join(names)}" for key, names in media.items() if key in texts and names[1:]]
-    if shared:
-        raise RefusedError(f"{folder} has {len(shared)} captions of more than one file each:\n{first_five(shared)}")
-
-    captions, unreadable = {}, []
+    captions, problems = {}, {}
     for key in media.keys() & texts.keys():
+        if media[key][1:]:
+            problems[key] = f"{texts[key]} is the caption of more than one file: {', '.join(media[key])}"
         try:
             captions[key] = _read_text(os.path.join(folder, texts[key]), texts[key])
         except RefusedError as error:
-            unreadable.append(str(error))
-    if unreadable:
-        raise RefusedError(f"{folder} has {len(unreadable)} unreadable captions:\n{first_five(sorted(unreadable))}")
+            captions[key], problems[key] = "", str(error)
     orphans = [name for key, name in texts.items() if key not in media]
     if orphans:
         logger.warning("%s has %d texts without a file of their name:\n%s", folder, len(orphans), first_five(orphans))
     items = [
-        _Item(name, captions.get(key), Path(folder, name), name) for key, names in media.items() for name in names
+        _Item(name, captions.get(key), Path(folder, name), name, problems.get(key))
+        for key, names in media.items()
+        for name in names
     ]
     return sorted(items, key=lambda item: item.id)
 
@@ -331,29 +400,23 @@ def _metadata_items(folder, files, metadata, given_columns, allow_missing_captio
     columns, records = _read_table(metadata, name)
     media_column, caption_column = _pick_columns(columns, given_columns, FILE_COLUMNS, name, allow_missing_captions)
 
-    items, problems, respelt = [], [], []
+    items, origins, respelt = [], {}, []
     for origin, record in records:
-        value = record.get(media_column)
-        if not isinstance(value, str):
-            problems.append(f"{origin}: {media_column} is {reprlib.repr(value)}, not a path")
+        value, caption = record.get(media_column), record.get(caption_column)
+        if not isinstance(value, str) or not _is_unicode(value):
+            shown = reprlib.repr(value)
+            items.append(_Item(shown, caption, None, origin, f"{media_column} is {shown}, not a path"))
             continue
         path, problem = _find_file(value, base, folder, frame_folders)
         if problem is not None:
-            problems.append(f"{origin}: {value!r} {problem}")
+            items.append(_Item(value, caption, None, origin, f"{value!r} {problem}"))
             continue
         if path != os.path.normpath(os.path.join(base, value)):
             respelt.append(f"{origin}: {value!r} is {path}")
-        items.append(_Item(_name_in(folder, path), record.get(caption_column), Path(path), origin))
-    if problems:
-        raise RefusedError(f"{name} has {len(problems)} rows without a usable file:\n{first_five(problems)}")
-
-    origins, doubled = {}, []
-    for item in items:
-        first = origins.setdefault(item.id, item.origin)
-        if first != item.origin:
-            doubled.append(f"{first} and {item.origin}: {item.id}")
-    if doubled:
-        raise RefusedError(f"{name} has {len(doubled)} rows that repeat a file:\n{first_five(doubled)}")
+        item_id = _name_in(folder, path)
+        first = origins.setdefault(item_id, origin)
+        problem = None if first == origin else f"it repeats the file of {first}"
+        items.append(_Item(item_id, caption, Path(path), origin, problem))
 
     if respelt:
         logger.info("%s: %d files found under another spelling:\n%s", name, len(respelt), first_five(respelt))
@@ -620,18 +683,23 @@ def _hub_items(name, folder, saved, given_columns, allow_missing_captions, media
         what = "pictures or clips" if with_videos else "pictures"
         raise RefusedError(f"{name}: column {media_column!r} holds {kind}, not {what}.") from error
 
-    items, problems = [], []
-    for index, record in enumerate(data):
-        file = record[media_column] or {}
-        media, path = file.get("bytes"), file.get("path")
+    # The captions are read now, the files when they are needed.
+    embedded, paths = [], []
+    for chunk in data.select_columns(media_column).with_format("arrow")[:].column(0).chunks:
+        fields = dict(zip([field.name for field in chunk.type], chunk.flatten(), strict=True))
+        embedded += fields["bytes"].is_valid().to_pylist()
+        paths += fields["path"].to_pylist()
+    captions = data[caption_column] if caption_column else [None] * len(data)
+    items = []
+    for index, (has_bytes, path, caption) in enumerate(zip(embedded, paths, captions, strict=True)):
         origin = f"{split} row {index} ({os.path.basename(path)})" if path else f"{split} row {index}"
-        if media is None and path:
-            media = Path(folder or "", path)
-            if not os.path.isfile(media):
-                problems.append(f"{origin}: {path!r} names no file")
-        elif media is None:
-            problems.append(f"{origin}: no file")
-        items.append(_Item(f"{split}/{index}", record.get(caption_column), media, origin))
-    if problems:
-        raise RefusedError(f"{name} has {len(problems)} rows without a usable file:\n{first_five(problems)}")
+        file, problem = None, None
+        if has_bytes:
+            file = Embedded(data, index, media_column)
+        elif path:
+            file = Path(folder or "", path)
+            problem = None if os.path.isfile(file) else f"{path!r} names no file"
+        else:
+            problem = "no file"
+        items.append(_Item(f"{split}/{index}", caption, file, origin, problem))
     return items

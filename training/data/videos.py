@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import re
-import zlib
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,9 @@ from av.video.reformatter import ColorRange, Colorspace, ColorTrc, Interpolation
 from PIL import Image
 
 from training.arguments import round_down_frames
-from training.data.images import cover_and_crop, inspect_each, on_white, open_image, row_name, target_size, to_tensor
+from training.data.buckets import keyed_draw
+from training.data.images import cover_and_crop, on_white, open_image, to_tensor
+from training.data.inspection import Inspector, inspect_each
 from training.data.metadata import IMAGE_SUFFIXES, first_five
 from training.errors import RefusedError
 
@@ -60,7 +61,7 @@ LATE = 0.25
 LATE_SECONDS = 0.0005
 
 
-def inspect_clips(rows, *, height, width, max_pixels, divisor, num_frames, fps, clip_part, seed, min_frames=1):
+def inspect_clips(rows, sizing, *, fps, clip_part, min_frames=1, **how):
     """Decodes and counts every clip once, so that a bad one is known before a model loads, and chooses its frames.
 
     Frame k of what is trained on shows what the source shows at k / `fps` seconds from the start of the part: faster
@@ -68,110 +69,101 @@ def inspect_clips(rows, *, height, width, max_pixels, divisor, num_frames, fps, 
 
     Args:
         rows: A list of `training.data.metadata.Row`.
-        height, width, max_pixels, divisor: See `training.data.images.target_size`.
-        num_frames: The most frames to use, 4n + 1. Shorter clips are rounded down to 4n + 1.
+        sizing: A `training.data.buckets.Sizing`. Its seed is also that of random parts.
         fps: Frames per second to train at.
         clip_part: What to use of a clip with more frames: "start", "middle", or "random", one draw for each id.
-        seed: Of the draw.
         min_frames: Clips with fewer frames are dropped.
+        how: `on_bad_sample`, `cache` and `accelerator` of `training.data.inspection.inspect_each`.
 
     Returns:
-        For each row its record of `dataset.jsonl`, a dict. `used` is None where `decision` is "dropped", and holds
+        A list of `training.data.inspection.Item`. In a record `used` is None where `decision` is "dropped", and holds
         `size` (width, height), `frames`, `fps` and `source_frames`, the index of each used frame in its source, where
         it is "used". `reason` says what was changed, or why the clip was dropped.
 
     Raises:
         RefusedError: If clips are bad, or all are dropped; lists all of them with their reasons.
     """
-    assert num_frames == round_down_frames(num_frames) and clip_part in ("start", "middle", "random"), (
-        num_frames,
-        clip_part,
-    )
-    inspect = partial(
-        _inspect,
-        size_of=partial(target_size, height=height, width=width, max_pixels=max_pixels, divisor=divisor),
-        num_frames=num_frames,
-        fps=fps,
-        clip_part=clip_part,
-        seed=seed,
-        min_frames=min_frames,
-    )
+    assert clip_part in ("start", "middle", "random"), clip_part
+    decide = partial(_decide, sizing=sizing, fps=fps, clip_part=clip_part, min_frames=min_frames)
     # Few threads: a decoder holds up to 17 frames of the source's size.
-    records = inspect_each(inspect, rows, "clips", max_threads=8)
+    inspector = Inspector("clips", partial(_measure, fps=fps), f"clip at {fps:g} fps", decide, max_threads=8)
+    items = inspect_each(rows, inspector, **how)
 
-    dropped = [f"{record['id']}: {record['reason']}" for record in records if record["decision"] == "dropped"]
-    if dropped and len(dropped) == len(records):
-        listing = "\n".join(f"  {line}" for line in dropped)
-        raise RefusedError(f"All {len(records)} clips are dropped:\n{listing}")
-    if dropped:
-        logger.warning("%d of %d clips are dropped:\n%s", len(dropped), len(records), first_five(dropped))
-    changed = [
-        f"{record['id']}: {record['reason']}"
-        for record in records
-        if record["decision"] == "used" and record["reason"] is not None
-    ]
+    used = [record for _, record, _ in items if record["decision"] == "used"]
     slow = [
         f"{record['id']}: {record['source']['fps']:g} fps"
-        for record in records
-        if record["decision"] == "used" and len(set(record["used"]["source_frames"])) * 2 < record["used"]["frames"]
+        for record in used
+        if len(set(record["used"]["source_frames"])) * 2 < record["used"]["frames"]
     ]
     if slow:
         listed = first_five(slow)
         logger.warning("Of %d clips each frame is shown more than twice at %g fps:\n%s", len(slow), fps, listed)
+    changed = [f"{record['id']}: {record['reason']}" for record in used if record["reason"] is not None]
     if changed:
-        logger.info("%d of %d clips are shortened or retimed:\n%s", len(changed), len(records), first_five(changed))
-    return records
+        logger.info("%d of %d clips are shortened or retimed:\n%s", len(changed), len(items), first_five(changed))
+    return items
 
 
-def _inspect(row, *, size_of, num_frames, fps, clip_part, seed, min_frames):
+def _measure(content, name, fps):
+    """Returns what `measure` does as a value that JSON takes, and that is short where frames come regularly."""
+    size, times, duration, source_fps = measure(content, name, fps)
+    regular = np.linspace(times[0], times[-1], len(times))
+    if np.abs(regular - times).max() < 1e-6:
+        times = [times[0], times[-1]]
+    return {"size": size, "times": times, "num_frames": len(regular), "duration": duration, "fps": source_fps}
+
+
+def _decide(row, measured, *, sizing, fps, clip_part, min_frames):
     """Returns the record of a row; raises RefusedError."""
-    name = row_name(row)
-    size, times, duration, source_fps = measure(row.media, name, fps)
+    size, times, num_frames = measured["size"], measured["times"], measured["num_frames"]
+    if len(times) <= 2:
+        times = np.linspace(times[0], times[-1], num_frames)
     record = {
         "id": row.id,
         "caption": row.caption,
-        "source": {"size": list(size), "frames": len(times), "fps": source_fps},
+        "source": {"size": list(size), "frames": num_frames, "fps": measured["fps"]},
         "used": None,
         "decision": "dropped",
         "reason": None,
     }
 
-    late = LATE * (times[-1] - times[0]) / max(1, len(times) - 1)
+    late = LATE * (times[-1] - times[0]) / max(1, num_frames - 1)
     late += min(LATE_SECONDS, late)
     # The second number is larger by one where the clip ends with half a frame: 17 frames at 32 fps are 9 at 16. A
     # single frame is a picture, however long it is shown.
     last = math.floor((times[-1] - times[0] + late) * fps)
-    available = max(round(duration * fps), last + 1) if len(times) > 1 else 1
-    num_used = round_down_frames(min(num_frames, available))
-    if num_used < min_frames:
-        if len(times) == 1:
-            record["reason"] = "a single frame cannot be used for image-to-video"
-        else:
-            rounded = "" if num_used == available else f", rounded down to {num_used} (4n + 1)"
-            record["reason"] = f"{available} frames at {fps:g} fps{rounded}; at least {min_frames} are needed"
+    available = max(round(measured["duration"] * fps), last + 1) if num_frames > 1 else 1
+    if num_frames == 1 < min_frames:
+        record["reason"] = "a single frame cannot be used for image-to-video"
+        return record
+    if round_down_frames(available) < min_frames:
+        rounded = "" if available % 4 == 1 else f", rounded down to {round_down_frames(available)} (4n + 1)"
+        record["reason"] = f"{available} frames at {fps:g} fps{rounded}; at least {min_frames} are needed"
         return record
 
-    try:
-        height, width = size_of(*size)
-    except RefusedError as error:
-        raise RefusedError(f"{name}: {error}") from error
+    chosen = sizing.choose(row.id, *size, available)
+    if chosen is None:
+        record["reason"] = sizing.smallest
+        return record
+    height, width, most_frames, batch_size = chosen
+    num_used = round_down_frames(min(most_frames, available))
     spare = available - num_used
     if clip_part == "random":
-        # Keyed by the id: adding an item to the dataset moves no part of another.
-        entropy = np.random.SeedSequence([seed, zlib.crc32(row.id.encode())])
-        first = int(np.random.default_rng(entropy).integers(spare + 1))
+        first = int(keyed_draw(sizing.seed, row.id).integers(spare + 1))
     else:
         first = spare // 2 if clip_part == "middle" else 0
     shown = times[0] + (first + np.arange(num_used)) / fps
     source_frames = np.searchsorted(times, shown + late, side="right") - 1
     record["decision"] = "used"
     record["used"] = {"size": [width, height], "frames": num_used, "fps": fps, "source_frames": source_frames.tolist()}
+    if batch_size is not None:
+        record["used"]["batch_size"] = batch_size
 
     changes, steps = [], np.diff(source_frames)
     if (steps != 1).any():
         repeated = ", frames repeated" if (steps == 0).any() else ""
-        changes.append(f"retimed from {source_fps:g} to {fps:g} fps{repeated}")
-    if spare and num_used < num_frames:
+        changes.append(f"retimed from {measured['fps']:g} to {fps:g} fps{repeated}")
+    if spare and num_used < most_frames:
         changes.append(f"{available} frames, rounded down to {num_used} (4n + 1)")
     elif spare:
         where = f"at random, from frame {first}" if clip_part == "random" else f"from the {clip_part}"
@@ -201,11 +193,11 @@ def read_clip(row, record):
 
     pixels = torch.empty(3, used["frames"], height, width)
     missing = set(positions)
-    for index, image in _images_at(row.media, row_name(row), missing.copy()):
+    for index, image in _images_at(row.content, row.name, missing.copy()):
         pixels[:, positions[index]] = to_tensor(cover_and_crop(image, height, width))[:, None]
         missing.discard(index)
     if missing:
-        raise RefusedError(f"{row_name(row)} ends before frame {min(missing)}: it was changed since it was inspected.")
+        raise RefusedError(f"{row.name} ends before frame {min(missing)}: it was changed since it was inspected.")
     return pixels
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from training.data.batches import BatchPlan, MicroBatchSampler, TrainingDataset, collate, plan_batches
+from training.data.inspection import Item
+from training.data.metadata import Row
 from training.errors import RefusedError
 from training.flow_matching import Draw, SigmaLaw
 
@@ -44,6 +46,30 @@ def test_every_item_once_per_epoch():
 def test_repeats_come_within_one_epoch():
     order = plan([(64, 64)] * 3, dataset_repeat=2)
     assert collections.Counter(order.step(s)[0] for s in range(1, 7)) == {0: 2, 1: 2, 2: 2}
+    order = plan([(64, 64)] * 3, dataset_repeat=[1, 4, 2])
+    assert collections.Counter(order.step(s)[0] for s in range(1, 8)) == {0: 1, 1: 4, 2: 2}
+
+
+def test_batch_sizes_of_their_own():
+    """Pictures at 4 and clips at 1 in one run, on two processes with accumulation."""
+    sizes, batch_sizes = [(64, 64, 1)] * 12 + [(64, 64, 5)] * 4, [4] * 12 + [1] * 4
+    order = plan(sizes, train_batch_size=batch_sizes, num_processes=2, gradient_accumulation_steps=2)
+    seen = collections.Counter()
+    for step in range(1, 40):
+        units = order.micro_batches(step)
+        for unit in units:
+            assert len({sizes[index] for index in unit}) == 1 and len(unit) == 2 * batch_sizes[unit[0]]
+        weights = [order.loss_weight(step, n) for n in range(2)]
+        assert sum(weights) == 2 and weights[0] * len(units[1]) == weights[1] * len(units[0])
+        seen.update(order.step(step))
+        processes = [next(iter(MicroBatchSampler(order, process_index=r, steps=[step]))) for r in range(2)]
+        assert len(processes[0]) == len(processes[1]) == len(units[0]) // 2
+        assert [place[1] for process in processes for place in process] == list(range(len(units[0])))
+    assert max(seen.values()) - min(seen.values()) <= 3, "each item gets its share"
+    assert order.samples_before(1) == 0 and order.samples_before(3) == len(order.step(1)) + len(order.step(2))
+    steps = order.steps_for(3)
+    assert order.samples_before(steps) < 48 <= order.samples_before(steps + 1)
+    assert order.epoch(steps) == 2
 
 
 def test_sizes_are_not_mixed_and_each_item_gets_its_share():
@@ -87,11 +113,11 @@ def test_processes_share_out_the_global_batch(accumulation):
 
 
 def make_dataset(**settings):
-    samples = [
-        {"id": f"{n}", "latents": torch.full((2, 4, 4), float(n)), "prompt_embeds": torch.full((n + 1, 3), float(n))}
-        for n in range(4)
-    ]
-    return TrainingDataset(samples, [SigmaLaw("uniform", 1 + n) for n in range(4)], seed=3, **settings)
+    def read(n):
+        return {"latents": torch.full((2, 4, 4), float(n)), "prompt_embeds": torch.full((n + 1, 3), float(n))}
+
+    laws = [SigmaLaw("uniform", 1 + n) for n in range(4)]
+    return TrainingDataset(["0", "1", "2", "3"], [(n,) for n in range(4)], read, laws, seed=3, **settings)
 
 
 def test_sample_is_its_own_latents_caption_and_draw():
@@ -128,14 +154,19 @@ def test_collate_pads_with_zeros_and_masks():
 # ---------------------------------------------------------------- the plan of a run
 
 
-def records(*used, caption="a"):
+def make_items(*used, caption="a", digest="d", repeat=1):
     return [
-        {"id": str(n), "caption": caption, "used": {"size": [w, h], "frames": f}} for n, (w, h, f) in enumerate(used)
+        Item(
+            Row(str(n), caption, None, str(n), repeat=repeat),
+            {"id": str(n), "caption": caption, "used": {"size": [w, h], "frames": f}},
+            digest,
+        )
+        for n, (w, h, f) in enumerate(used)
     ]
 
 
 def planned(items, num_processes=1, resumed=None, model=None, num_stages=1, **settings):
-    defaults = {"train_batch_size": 2, "gradient_accumulation_steps": 1, "dataset_repeat": 1, "seed": 5}
+    defaults = {"train_batch_size": 2, "gradient_accumulation_steps": 1, "seed": 5}
     args = types.SimpleNamespace(**defaults | {"max_train_steps": 4, "num_train_epochs": None} | settings)
     resumed = resumed or {"step": 0}
     return plan_batches(
@@ -144,10 +175,10 @@ def planned(items, num_processes=1, resumed=None, model=None, num_stages=1, **se
 
 
 def test_clips_of_different_length_do_not_meet_in_a_micro_batch():
-    items = records(*[(64, 64, 5)] * 5, *[(64, 64, 9)] * 5)
+    items = make_items(*[(64, 64, 5)] * 5, *[(64, 64, 9)] * 5)
     batches, _ = planned(items)
     for step in range(1, 30):
-        assert len({items[index]["used"]["frames"] for index in batches.step(step)}) == 1
+        assert len({items[index].record["used"]["frames"] for index in batches.step(step)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -160,17 +191,20 @@ def test_clips_of_different_length_do_not_meet_in_a_micro_batch():
         ({"max_train_steps": 2, "num_stages": 2}, None),
         ({"train_batch_size": 1}, "1 samples per step, that of the checkpoint had 2"),
         ({"train_batch_size": 1, "gradient_accumulation_steps": 2}, "1 samples per micro batch"),
-        ({"dataset_repeat": 2}, "8 samples per epoch"),
+        ({"repeat": 2}, "8 samples per epoch"),
         ({"model": {"width": 9}}, "the model has width 9, that of the checkpoint had 8"),
-        ({"order": -1}, "items, their order, captions, sizes or frames differ"),
-        ({"caption": "b"}, "items, their order, captions, sizes or frames differ"),
+        ({"order": -1}, "items, their order, files, captions, sizes or frames differ"),
+        ({"caption": "b"}, "items, their order, files, captions, sizes or frames differ"),
+        ({"digest": "e"}, "items, their order, files, captions, sizes or frames differ"),
     ],
 )
 def test_a_resumed_run_is_the_same_run(changes, said):
     sizes = [(64, 64, 5), (64, 64, 9), (64, 64, 9), (64, 80, 5)]
-    batches, _ = planned(records(*sizes))
-    changes = dict(changes)
-    items = records(*sizes, caption=changes.pop("caption", "a"))[:: changes.pop("order", 1)]
+    batches, _ = planned(make_items(*sizes))
+    order = changes.get("order", 1)
+    of_items = {name: value for name, value in changes.items() if name in ("caption", "digest", "repeat")}
+    items = make_items(*sizes, **of_items)[::order]
+    changes = {name: value for name, value in changes.items() if name not in ("order", *of_items)}
     resumed = {"step": 3} | json.loads(json.dumps(batches.identity))
     if said is None:
         planned(items, resumed=resumed, **changes)

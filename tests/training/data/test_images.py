@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageDraw
 
-from training.data.images import cover_and_crop, inspect_rows, open_image, target_size, to_tensor
+from training.data.buckets import Sizing, target_size
+from training.data.images import cover_and_crop, inspect_rows, open_image, to_tensor
 from training.data.metadata import Row, read_rows
 from training.errors import RefusedError
 
@@ -536,7 +537,7 @@ def test_every_level_equals_diffusers():
 
 
 def inspect(rows, max_pixels=None, height=64, width=96):
-    return inspect_rows(rows, height=height, width=width, max_pixels=max_pixels, divisor=16)
+    return [item.record for item in inspect_rows(rows, Sizing(height, width, max_pixels, 16))]
 
 
 def test_records_are_those_of_dataset_jsonl(tmp_path):
@@ -581,7 +582,7 @@ def test_all_bad_pictures_come_in_one_error(tmp_path):
     with pytest.raises(RefusedError) as info:
         inspect(read_rows(tmp_path))
     message = str(info.value)
-    assert message.startswith("9 of 15 pictures cannot be used:\n") and message.count("\n") == 9
+    assert message.startswith("9 of 15 pictures cannot be used:\n") and message.count("\n") == 10
     for name in [*names, "thin.png", *(f"more{n}.jpg" for n in range(5))]:
         assert f"  {name} (metadata.csv line " in message
     assert "thin.png (metadata.csv line 16): 2000x1 pixels: the shorter side" in message

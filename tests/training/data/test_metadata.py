@@ -15,8 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from training.data.metadata import IMAGE_SUFFIXES, read_rows
+from training.data import metadata
+from training.data.inspection import Inspector, inspect_each
+from training.data.metadata import IMAGE_SUFFIXES
 from training.errors import RefusedError
+
+
+def read_rows(path, **kwargs):
+    """Reads rows and refuses the bad ones, as a run does, without decoding."""
+    record = {"decision": "used", "source": {"size": [1, 1]}, "used": {"size": [1, 1]}}
+    rows = metadata.read_rows(path, **kwargs)
+    if rows:
+        inspect_each(rows, Inspector("pictures", lambda *_: None, "", lambda row, _: record))
+    return rows
 
 
 def write(path, text="", encoding="utf-8"):
@@ -72,7 +83,7 @@ def test_sidecars_are_read_recursively_and_ordered_by_id(tmp_path):
     write(tmp_path / "._a.PNG")
     rows = read_rows(tmp_path)
     assert pairs(rows) == [("Z.bmp", "zero"), ("a.PNG", "one"), ("b.jpg", "two"), ("sub/deep/c.webp", "three")]
-    assert [row.media for row in rows] == [tmp_path / row.id for row in rows]
+    assert [row.content for row in rows] == [tmp_path / row.id for row in rows]
     assert [row.origin for row in rows] == [row.id for row in rows]
     assert read_rows(str(tmp_path)) == rows
 
@@ -163,7 +174,7 @@ def test_encodings_give_one_caption_from_metadata(tmp_path, name, encoding):
 def test_other_encodings_are_refused_by_file_and_byte(tmp_path):
     folder_of(tmp_path, {"a.jpg": "fine", "b.jpg": "it’s".encode("cp1252"), "c.jpg": "a café".encode("latin-1")})
     message = refused(tmp_path)
-    assert "2 unreadable captions" in message
+    assert "2 of 3 pictures cannot be used" in message
     assert "b.txt is not UTF-8 at byte 2 (0x92)" in message and "c.txt is not UTF-8 at byte 5 (0xe9)" in message
     write(tmp_path / "metadata.csv", "file_name,text\na.jpg,it’s\n", "cp1252")
     assert "metadata.csv is not UTF-8 at byte 23 (0x92)" in refused(tmp_path)
@@ -190,11 +201,13 @@ def test_missing_and_empty_captions_are_counted(tmp_path, caplog):
     captions = {f"{n}.jpg": None for n in range(4)} | {f"{n}.jpg": " \n" for n in range(4, 7)} | {"7.jpg": "a cat"}
     folder_of(tmp_path, captions)
     message = refused(tmp_path)
-    assert "1 found, 3 empty, 4 missing" in message and "--allow_missing_captions" in message
-    assert message.split("\n")[1:] == [
-        *("  4.jpg: caption empty", "  5.jpg: caption empty", "  6.jpg: caption empty"),
-        *("  0.jpg: caption missing", "  1.jpg: caption missing", "  and 2 more"),
+    assert "1 found, 3 empty, 4 missing" in caplog.text
+    assert message.startswith("7 of 8 pictures cannot be used") and "--allow_missing_captions" in message
+    assert message.split("\n")[1:-1] == [
+        *(f"  {n}.jpg: caption missing" for n in range(4)),
+        *(f"  {n}.jpg: caption empty" for n in range(4, 7)),
     ]
+    caplog.clear()
     rows = read_rows(tmp_path, allow_missing_captions=True)
     assert [row.caption for row in rows] == [""] * 7 + ["a cat"]
     assert "1 found, 3 empty, 4 missing" in caplog.text
@@ -202,7 +215,9 @@ def test_missing_and_empty_captions_are_counted(tmp_path, caplog):
 
 def test_four_pictures_without_any_caption(tmp_path, caplog):
     folder_of(tmp_path, {f"{n}.jpg": None for n in range(4)})
-    assert "0 found, 0 empty, 4 missing" in refused(tmp_path)
+    assert "4 of 4 pictures cannot be used" in refused(tmp_path)
+    assert "0 found, 0 empty, 4 missing" in caplog.text
+    caplog.clear()
     assert [row.caption for row in read_rows(tmp_path, allow_missing_captions=True)] == [""] * 4
     assert "0 found, 0 empty, 4 missing" in caplog.text
 
@@ -219,7 +234,7 @@ def test_captions_that_are_not_text_are_refused_by_row(tmp_path, value):
     lines = [json.dumps({"file_name": name, "text": text}) for name, text in (("a.jpg", "fine"), ("b.jpg", value))]
     write(tmp_path / "metadata.jsonl", "\n".join(lines))
     message = refused(tmp_path, allow_missing_captions=True)
-    assert "1 captions that are not text" in message and "metadata.jsonl line 2" in message
+    assert "b.jpg (metadata.jsonl line 2): caption" in message and "is not text" in message
     message.encode()
 
 
@@ -228,7 +243,7 @@ def test_null_and_absent_captions_are_missing(tmp_path):
     records = [{"file_name": "a.jpg", "text": None}, {"file_name": "b.jpg"}, {"file_name": "c.jpg", "text": ""}]
     write(tmp_path / "metadata.json", json.dumps(records))
     message = refused(tmp_path)
-    assert "0 found, 1 empty, 2 missing" in message and "metadata.json item 2: caption missing" in message
+    assert "b.jpg (metadata.json item 2): caption missing" in message and "item 3): caption empty" in message
     assert [row.caption for row in read_rows(tmp_path, allow_missing_captions=True)] == ["", "", ""]
 
 
@@ -245,7 +260,7 @@ def test_every_format_and_naming_in_file_order(tmp_path, suffix, columns):
     flags = {"media_column": "bild", "caption_column": "satz"} if columns[0] == "bild" else {}
     rows = read_rows(tmp_path, **flags)
     assert pairs(rows) == [("b.jpg", "two, or\nmore"), ("sub/a #1 é.png", "one")]
-    assert [row.media for row in rows] == [tmp_path / "b.jpg", tmp_path / "sub" / "a #1 é.png"]
+    assert [row.content for row in rows] == [tmp_path / "b.jpg", tmp_path / "sub" / "a #1 é.png"]
     places = {".csv": ("line 2", "line 4"), ".tsv": ("line 2", "line 4"), ".jsonl": ("line 1", "line 2")}
     default = ("item 1", "item 2") if suffix == ".json" else ("row 1", "row 2")
     assert [row.origin for row in rows] == [f"metadata{suffix} {place}" for place in places.get(suffix, default)]
@@ -290,10 +305,11 @@ def test_misnamed_metadata_is_not_ignored(tmp_path, name):
     assert f"{name} is not read, did you mean metadata.json" in refused(tmp_path, allow_missing_captions=True)
 
 
-def test_other_tables_are_pointed_at_when_captions_are_missing(tmp_path):
+def test_other_tables_are_pointed_at_when_captions_are_missing(tmp_path, caplog):
     folder_of(tmp_path, {"a.jpg": None})
     write(tmp_path / "captions.csv", "file_name,text\na.jpg,one\n")
-    assert "If captions.csv holds them, give it by --dataset_metadata." in refused(tmp_path)
+    refused(tmp_path)
+    assert "If captions.csv holds them, give it by --dataset_metadata." in caplog.text
 
 
 def test_names_of_other_systems(tmp_path, caplog):
@@ -349,8 +365,8 @@ def test_missing_files_are_all_counted(tmp_path):
     rows += [{"file_name": "n" * 5000, "text": "x"}]
     write(tmp_path / "metadata.json", json.dumps(rows))
     message = refused(tmp_path)
-    assert "16 rows without a usable file" in message and "and 11 more" in message
-    assert "metadata.json item 2: 'x0.jpg' names no file" in message
+    assert "16 of 17 pictures cannot be used" in message and len(message.splitlines()) == 18
+    assert "x0.jpg (metadata.json item 2): 'x0.jpg' names no file" in message
 
 
 def test_pictures_without_a_row_are_counted(tmp_path, caplog):
@@ -363,7 +379,7 @@ def test_pictures_without_a_row_are_counted(tmp_path, caplog):
 def test_rows_that_repeat_a_file_are_refused(tmp_path):
     folder_of(tmp_path, {"a.jpg": None, "b.jpg": None})
     write(tmp_path / "metadata.csv", "file_name,text\na.jpg,one\nb.jpg,two\n./a.jpg,three\n")
-    assert "metadata.csv line 2 and metadata.csv line 4: a.jpg" in refused(tmp_path)
+    assert "a.jpg (metadata.csv line 4): it repeats the file of metadata.csv line 2" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -521,7 +537,7 @@ def test_saved_dataset(tmp_path, column):
     data, pictures = picture_dataset(tmp_path / "source", ["NA", "two"], column)
     data.save_to_disk(tmp_path / "saved")
     rows = read_rows(tmp_path / "saved")
-    assert [(row.id, row.caption, row.media, row.origin) for row in rows] == [
+    assert [(row.id, row.caption, row.content, row.origin) for row in rows] == [
         ("train/0", "NA", pictures[0], "train row 0 (p0.png)"),
         ("train/1", "two", pictures[1], "train row 1 (p1.png)"),
     ]
@@ -531,7 +547,7 @@ def test_saved_dataset_of_several_splits(tmp_path):
     data, pictures = picture_dataset(tmp_path / "source", ["one", "two", "three"])
     splits = {"test": data.select([0]), "train": data.select([1, 2])}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "with_train")
-    assert [(row.id, row.media) for row in read_rows(tmp_path / "with_train")] == [
+    assert [(row.id, row.content) for row in read_rows(tmp_path / "with_train")] == [
         ("train/0", pictures[1]),
         ("train/1", pictures[2]),
     ]
@@ -549,7 +565,7 @@ def test_hub_layout_folder(tmp_path):
     write(tmp_path / "repo" / "README.md", "# Photographs\n")
     write(tmp_path / "repo" / "assets" / "example.png", pictures[0])
     rows = read_rows(tmp_path / "repo")
-    assert [(row.id, row.caption, row.media) for row in rows] == [
+    assert [(row.id, row.caption, row.content) for row in rows] == [
         ("train/0", "one", pictures[0]),
         ("train/1", "two", pictures[1]),
     ]
@@ -559,14 +575,14 @@ def test_folder_of_one_parquet_file(tmp_path):
     data, pictures = picture_dataset(tmp_path / "source", ["one"])
     (tmp_path / "repo").mkdir()
     data.to_parquet(tmp_path / "repo" / "photographs.parquet")
-    assert [(row.id, row.media) for row in read_rows(tmp_path / "repo")] == [("train/0", pictures[0])]
+    assert [(row.id, row.content) for row in read_rows(tmp_path / "repo")] == [("train/0", pictures[0])]
 
 
 def test_saved_dataset_that_refers_to_files(tmp_path):
     folder_of(tmp_path, {"a.jpg": None})
     data = datasets.Dataset.from_dict({"image": [str(tmp_path / "a.jpg")], "text": ["one"]})
     data.save_to_disk(tmp_path / "saved")
-    assert [row.media for row in read_rows(tmp_path / "saved")] == [tmp_path / "a.jpg"]
+    assert [row.content for row in read_rows(tmp_path / "saved")] == [tmp_path / "a.jpg"]
     (tmp_path / "a.jpg").unlink()
     assert "train row 0 (a.jpg)" in refused(tmp_path / "saved") and "names no file" in refused(tmp_path / "saved")
 
@@ -575,7 +591,7 @@ def test_problems_of_hugging_face_datasets(tmp_path):
     data, _ = picture_dataset(tmp_path / "source", ["one", None, ""])
     data.save_to_disk(tmp_path / "saved")
     message = refused(tmp_path / "saved")
-    assert "1 found, 1 empty, 1 missing" in message and "train row 1 (p1.png): caption missing" in message
+    assert "train/1 (train row 1 (p1.png)): caption missing" in message and "2 of 3 pictures" in message
     data.rename_column("image", "photo").save_to_disk(tmp_path / "photo")
     message = refused(tmp_path / "photo")
     assert "no media column (image)" in message and "'photo', 'text'" in message and "--media_column" in message
@@ -584,11 +600,11 @@ def test_problems_of_hugging_face_datasets(tmp_path):
     assert "several caption columns (text, caption)" in refused(tmp_path / "both")
     data.add_column("score", [1, 2, 3]).save_to_disk(tmp_path / "score")
     assert "column 'score' holds" in refused(tmp_path / "score", media_column="score")
-    assert "captions that are not text" in refused(tmp_path / "score", caption_column="score")
+    assert "is not text" in refused(tmp_path / "score", caption_column="score")
     assert "cannot be used with" in refused(tmp_path / "saved", dataset_metadata="x.csv")
     empty = datasets.Dataset.from_dict({"image": [None], "text": ["one"]}, features=data.features)
     empty.save_to_disk(tmp_path / "empty")
-    assert "train row 0: no file" in refused(tmp_path / "empty")
+    assert "(train row 0): no file" in refused(tmp_path / "empty")
 
 
 def test_damaged_saved_dataset_is_refused(tmp_path):
@@ -607,7 +623,7 @@ def test_hub_id(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert [(row.id, row.media) for row in read_rows("owner/photographs")] == [("train/0", pictures[0])]
+    assert [(row.id, row.content) for row in read_rows("owner/photographs")] == [("train/0", pictures[0])]
     read_rows("photographs")
     assert asked == ["owner/photographs", "photographs"]
     assert "--dataset_metadata" in refused("owner/photographs", dataset_metadata="metadata.csv")
@@ -664,7 +680,7 @@ def test_a_folder_of_pictures_with_a_text_of_its_name_is_one_item(tmp_path):
         ("mixed/a.mp4", "caption of mixed/a"),
         ("sub/deep", "caption of sub/deep"),
     ]
-    assert [row.media for row in rows] == [tmp_path / row.id for row in rows]
+    assert [row.content for row in rows] == [tmp_path / row.id for row in rows]
     # Without being asked, a folder is a place and its pictures are the items.
     rows = read_rows(tmp_path, allow_missing_captions=True)
     assert [row.id for row in rows] == [
@@ -675,7 +691,7 @@ def test_a_folder_of_pictures_with_a_text_of_its_name_is_one_item(tmp_path):
 def test_a_text_that_belongs_to_a_folder_and_a_clip_is_refused(tmp_path):
     folder_of(tmp_path, {"a.mp4": "one", "a/0.png": None})
     message = refused(tmp_path, media_suffixes=MEDIA_SUFFIXES, frame_folders=True)
-    assert "1 captions of more than one file each:\n  a.txt: a, a.mp4" in message
+    assert "a: a.txt is the caption of more than one file: a, a.mp4" in message
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
@@ -687,12 +703,12 @@ def test_rows_name_clips_and_folders(tmp_path, suffix, caplog):
     write_table(tmp_path / f"metadata{suffix}", ["video", "prompt"], rows)
     rows = read_clips(tmp_path)
     assert pairs(rows) == [("a.mp4", "one"), ("sub/é 1.webm", "two"), ("sub/frames", "three"), ("b.png", "four")]
-    assert [row.media for row in rows] == [tmp_path / row.id for row in rows]
+    assert [row.content for row in rows] == [tmp_path / row.id for row in rows]
     assert f"2 files have no row in metadata{suffix}:\n  more.mp4\n  rest/0.png" in caplog.text
     assert "2 files found under another spelling" in caplog.text
     # A row may name any file, but a folder only where folders are items.
     message = refused(tmp_path)
-    assert "1 rows without a usable file" in message and "names no file" in message
+    assert "1 of 4 pictures cannot be used" in message and "names no file" in message
 
 
 def test_rows_that_name_no_folder_of_frames(tmp_path):
@@ -700,7 +716,7 @@ def test_rows_that_name_no_folder_of_frames(tmp_path):
         write(tmp_path / name)
     names = ["", ".", "a/..", "..", "../out", "/", str(tmp_path), "a/0", "nul\0", "\ud800", "n" * 5000]
     write(tmp_path / "dataset" / "metadata.json", json.dumps([{"file_name": name, "text": "x"} for name in names]))
-    with pytest.raises(RefusedError, match="11 rows without a usable file"):
+    with pytest.raises(RefusedError, match="11 of 11 pictures cannot be used"):
         read_clips(tmp_path / "dataset")
     write_table(tmp_path / "dataset" / "metadata.json", ["file_name", "text"], [["./a/", "x"]])
     assert pairs(read_clips(tmp_path / "dataset")) == [("a", "x")]
@@ -720,7 +736,7 @@ def test_hugging_face_datasets_of_clips(tmp_path, embedded):
     for name in ("saved", "shards"):
         # save_to_disk embeds the files that the dataset refers to, to_parquet does not.
         media = b"what a clip holds" if embedded or name == "saved" else clip
-        rows = [(row.id, row.caption, row.media, row.origin) for row in read_clips(tmp_path / name)]
+        rows = [(row.id, row.caption, row.content, row.origin) for row in read_clips(tmp_path / name)]
         assert rows == [("train/0", "one", media, "train row 0 (a.mp4)")]
         assert "no media column (image)" in refused(tmp_path / name)
 
@@ -728,14 +744,14 @@ def test_hugging_face_datasets_of_clips(tmp_path, embedded):
 def test_hugging_face_columns_of_plain_paths_and_of_pictures(tmp_path):
     clip = write(tmp_path / "a.mp4")
     datasets.Dataset.from_dict({"video": [str(clip)], "text": ["one"]}).save_to_disk(tmp_path / "paths")
-    assert [row.media for row in read_clips(tmp_path / "paths")] == [clip]
+    assert [row.content for row in read_clips(tmp_path / "paths")] == [clip]
     data, pictures = picture_dataset(tmp_path / "source", ["one"])
     data.save_to_disk(tmp_path / "pictures")
-    assert [row.media for row in read_clips(tmp_path / "pictures")] == pictures
+    assert [row.content for row in read_clips(tmp_path / "pictures")] == pictures
     data.add_column("video", [str(clip)]).save_to_disk(tmp_path / "both")
     with pytest.raises(RefusedError, match=r"several media columns \(image, video\): pick one by --media_column"):
         read_clips(tmp_path / "both")
-    assert [row.media for row in read_clips(tmp_path / "both", media_column="video")] == [clip]
+    assert [row.content for row in read_clips(tmp_path / "both", media_column="video")] == [clip]
     datasets.Dataset.from_dict({"video": [1.5], "text": ["one"]}).save_to_disk(tmp_path / "numbers")
     with pytest.raises(RefusedError, match="column 'video' holds .*, not pictures or clips"):
         read_clips(tmp_path / "numbers")

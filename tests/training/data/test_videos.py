@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
 from training.data import videos
+from training.data.buckets import Sizing
 from training.data.images import cover_and_crop, open_image, to_tensor
 from training.data.metadata import Row, read_rows
 from training.data.videos import inspect_clips, read_clip
@@ -68,18 +69,8 @@ def row_of(media, name=None):
 def inspect(*rows, fps=16, num_frames=81, clip_part="start", seed=0, height=64, width=64, max_pixels=None, **kwargs):
     """Inspects rows, or files, with the defaults of these tests."""
     rows = [row if isinstance(row, Row) else row_of(row) for row in rows]
-    return inspect_clips(
-        rows,
-        height=height,
-        width=width,
-        max_pixels=max_pixels,
-        divisor=16,
-        num_frames=num_frames,
-        fps=fps,
-        clip_part=clip_part,
-        seed=seed,
-        **kwargs,
-    )
+    sizing = Sizing(height, width, max_pixels, 16, num_frames, seed=seed)
+    return [item.record for item in inspect_clips(rows, sizing, fps=fps, clip_part=clip_part, **kwargs)]
 
 
 def load(path, **kwargs):
@@ -820,7 +811,7 @@ def test_all_bad_files_come_in_one_error_at_once(tmp_path, capfd):
     start = time.monotonic()
     message = refused(good, *(Row(path.name, "x", path, "row 7") for path in paths))
     assert time.monotonic() - start < 20
-    assert message.startswith("12 of 13 clips cannot be used:\n") and message.count("\n") == 12
+    assert message.startswith("12 of 13 clips cannot be used:\n") and message.count("\n") == 13
     for path in paths:
         assert f"\n  {path.name} (row 7) " in message
     assert "empty.mp4 (row 7) cannot be used: it is empty (0 bytes)." in message

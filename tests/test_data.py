@@ -1,0 +1,413 @@
+"""The way of a dataset into a run: what is trained, what is cached, and what is said, from the command line."""
+
+import collections
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+import train_qwen_image
+import train_wan_video
+from memory.log import MemoryLog
+from training.arguments import parse_args
+from training.data import encoding, images, videos
+from training.data.batches import TrainingDataset
+from training.errors import RefusedError
+
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+FLAGS = ["--mixed_precision", "no", "--lora_rank", "2", "--learning_rate", "1e-3"]
+STEPS = ["--max_train_steps", "3"]
+SIZE = ["--height", "64", "--width", "64"]
+
+
+@pytest.fixture
+def train(tiny_model, tmp_path):
+    """Function that makes one run in this process and returns its output folder."""
+
+    def run(dataset, *flags, out="out", family="qwen_image", config=None):
+        argv = ["--pretrained_model_name_or_path", tiny_model(family), "--output_dir", tmp_path / out, *FLAGS, *flags]
+        argv += [] if "--num_train_epochs" in flags else STEPS
+        if dataset is not None:
+            argv += ["--dataset_path", dataset]
+        if config is not None:
+            path = tmp_path / f"{out}.yaml"
+            path.write_text(yaml.safe_dump(config))
+            argv += ["--config", path]
+        script = train_qwen_image if family == "qwen_image" else train_wan_video
+        resolve = family == "qwen_image"
+        with MemoryLog() as log:
+            args = parse_args([*map(str, argv)], description="", values=script.FAMILY, resolve=resolve)
+            run.forecast = script.main(args, log)
+        return tmp_path / out
+
+    return run
+
+
+@pytest.fixture
+def data(photos, tmp_path):
+    """A copy of the photographs that a test may change."""
+    return shutil.copytree(photos, tmp_path / "data")
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """What is handed to the encoders, by kind."""
+    seen = collections.defaultdict(list)
+    encode_share = encoding._encode_share
+
+    def spy(share, kind, *args):
+        seen[kind] += [made_of if kind == "captions" else made_of.row.id for _, made_of in share]
+        return encode_share(share, kind, *args)
+
+    monkeypatch.setattr(encoding, "_encode_share", spy)
+    return seen
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return (folder / LORA_FILE).read_bytes()
+
+
+# ---------------------------------------------------------------- the cache
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "wan_i2v"])
+def test_a_warm_run_equals_a_cold_one_and_looks_at_nothing(family, train, photos, clips, tmp_path, monkeypatch):
+    dataset = photos if family == "qwen_image" else clips
+    flags = [] if family == "qwen_image" else ["--num_frames", "5"]
+    flags += [*SIZE, "--caption_dropout", "0.5", "--cache_dir", tmp_path / "cache"]
+    cold = train(dataset, *flags, family=family, out="cold")
+
+    def fail(*_, **__):
+        raise AssertionError("nothing is to be decoded or loaded")
+
+    for module, names in (
+        (images, ["open_image"]),
+        (videos, ["open_image", "_open_video"]),
+        (train_qwen_image.pipeline, ["load_prompt_encoder", "load_vae"]),
+        (train_wan_video.pipeline, ["load_prompt_encoder", "load_clip_encoder"]),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, fail)
+    warm = train(dataset, *flags, family=family, out="warm")
+    assert weights(warm) == weights(cold)
+    forecast = json.loads((warm / "run.json").read_text())["forecast"]
+    assert set(forecast["phases"]) == {"training", "export"}, "the forecast knows that no encoder is needed"
+    monkeypatch.undo()
+    assert weights(train(dataset, *flags[:-2], family=family, out="anew")) == weights(cold)
+    assert (tmp_path / "anew" / "cache" / "media").is_dir(), "by default in the output folder"
+
+
+def test_what_changes_is_encoded_anew_and_said(train, data, encoded, caplog, tmp_path):
+    caplog.set_level("INFO")
+    flags = [*SIZE, "--cache_dir", tmp_path / "cache"]
+
+    def again(*more):
+        encoded.clear()
+        caplog.clear()
+        train(data, *flags, *more)
+        return dict(encoded), caplog.text
+
+    assert len(again()[0]["media"]) == 5
+    (data / "coffee.txt").write_text("tea")
+    assert again()[0] == {"captions": ["tea"]}
+    assert "1 captions whose caption changed are to be encoded:\n  coffee.png" in caplog.text
+    (data / "rocket.png").write_bytes((data / "chelsea.png").read_bytes())
+    assert again()[0] == {}, "the same picture is there under another name"
+    Image.new("RGB", (96, 80), "red").save(data / "rocket.png")
+    assert again()[0] == {"media": ["rocket.png"]}
+    assert "1 media whose file changed are to be encoded:\n  rocket.png" in caplog.text
+    shutil.copy(data / "rocket.png", data / "twin.png")
+    (data / "twin.txt").write_text("new")
+    assert again()[0] == {"captions": ["new"]}
+    assert len(again("--width", "48")[0]["media"]) == 5, "once for the twins"
+    assert "5 media whose size, frames or part changed" in caplog.text
+    assert again("--seed", "7", "--learning_rate", "1e-2", "--caption_dropout", "0.5")[0] == {"captions": [" "]}
+    for entry in list((tmp_path / "cache" / "media").glob("*/*"))[:2]:
+        entry.write_bytes(entry.read_bytes()[:-5])
+    again(), again("--width", "48")
+    assert all(map(encoding.is_complete, (tmp_path / "cache" / "media").glob("*/*")))
+
+
+def test_another_encoder_makes_other_entries(train, photos, tiny_qwen_image, encoded, tmp_path):
+    flags = [*SIZE, "--cache_dir", tmp_path / "cache"]
+    train(photos, *flags)
+    model = shutil.copytree(tiny_qwen_image, tmp_path / "model")
+    train(photos, *flags, "--pretrained_model_name_or_path", model, out="copy")
+    assert len(encoded["media"]) == 5, "a copy elsewhere is the same encoder"
+    path = next((model / "vae").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    train(photos, *flags, "--pretrained_model_name_or_path", model, out="other")
+    assert len(encoded["media"]) == 10 and len(encoded["captions"]) == 5
+
+
+def test_a_killed_run_goes_on_where_it_was(script, tiny_qwen_image, tmp_path, train, encoded):
+    data = tmp_path / "data"
+    data.mkdir()
+    generator = np.random.default_rng(0)
+    for n in range(40):
+        Image.fromarray(generator.integers(0, 256, (256, 256, 3), dtype=np.uint8)).save(data / f"{n}.png")
+        (data / f"{n}.txt").write_text(str(n))
+    flags = [
+        "--height",
+        "256",
+        "--width",
+        "256",
+        *FLAGS,
+        "--dataset_path",
+        data,
+        "--output_dir",
+        tmp_path / "out",
+        *STEPS,
+    ]
+    command = [sys.executable, "train_qwen_image.py", "--pretrained_model_name_or_path", tiny_qwen_image, *flags]
+    media = tmp_path / "out" / "cache" / "media"
+    with subprocess.Popen([*map(str, command)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as run:
+        while len(list(media.glob("*/*.safetensors"))) < 3:
+            assert run.poll() is None
+            time.sleep(0.01)
+        run.send_signal(signal.SIGKILL)
+    done = len(list(media.glob("*/*.safetensors")))
+    train(data, "--height", "256", "--width", "256")
+    assert len(encoded["media"]) == 40 - done < 38 and "captions" not in encoded
+    assert len(list(media.glob("*/*.safetensors"))) == 40
+
+
+def test_a_file_that_changes_while_the_run_reads_it_is_refused(train, data, monkeypatch):
+    read = train_qwen_image.read_picture
+
+    def read_and_change(row, record):
+        pixels = read(row, record)
+        if row.id == "coffee.png":
+            shutil.copy(data / "rocket.png", data / "coffee.png")
+        return pixels
+
+    monkeypatch.setattr(train_qwen_image, "read_picture", read_and_change)
+    with pytest.raises(RefusedError, match=r"coffee\.png changed while it was read"):
+        train(data, *SIZE)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_encoding(train, photos, monkeypatch):
+    monkeypatch.setattr(encoding.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10))
+    with pytest.raises(RefusedError, match=r"--cache_dir .*GiB are to be written there and 0.00 GiB are free"):
+        train(photos, *SIZE)
+
+
+def test_the_size_of_the_cache_is_known_exactly(train, data, tmp_path):
+    (data / "coffee.txt").write_text("a much longer caption than that of any other picture")
+    out = train(data, "--max_pixels", "6000", "--caption_dropout", "0.5", "--dry_run", out="dry")
+    forecast = train.forecast.cache_bytes
+    train(data, "--max_pixels", "6000", "--caption_dropout", "0.5", "--cache_dir", out / "cache")
+    held = 0
+    for path in (out / "cache").glob("*/*/*.safetensors"):
+        held += sum(tensor.nbytes for tensor in load_file(path).values())
+    assert forecast == held > 30_000
+
+
+def test_pictures_stay_with_their_captions(train, tiny_qwen_image, tmp_path, monkeypatch):
+    """Grey pictures whose captions are their levels, over three epochs, from an empty and from a full cache."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for n in range(7):
+        Image.new("RGB", (64 + 16 * (n % 2), 64), (30 * n,) * 3).save(data / f"x{n}.png")
+        (data / f"x{n}.txt").write_text(f"{30 * n}")
+    expected = {}
+    get = TrainingDataset.__getitem__
+
+    def spy(dataset, place):
+        sample = get(dataset, place)
+        name = dataset.ids[place[2]]
+        known = expected.setdefault(name, sample)
+        assert torch.equal(sample["latents"], known["latents"])
+        assert torch.equal(sample["prompt_embeds"], known["prompt_embeds"])
+        return sample
+
+    monkeypatch.setattr(TrainingDataset, "__getitem__", spy)
+    flags = ["--max_pixels", "6000", "--train_batch_size", "2", "--dataloader_num_workers", "0"]
+    flags += ["--num_train_epochs", "3", "--cache_dir", tmp_path / "cache"]
+    runs = [train(data, *flags, out=name) for name in ("cold", "warm")]
+    assert weights(runs[0]) == weights(runs[1])
+    trained = collections.Counter(name for line in metrics(runs[0]) for name in line["samples"])
+    assert len(trained) == 7 and set(trained.values()) <= {3, 4} and len(expected) == 7
+    vae = train_qwen_image.pipeline.load_vae(tiny_qwen_image, device="cpu")
+    for n in range(7):
+        grey = images.to_tensor(Image.open(data / f"x{n}.png"))
+        latents = train_qwen_image.pipeline.encode_image(vae, grey)["latents"]
+        assert torch.equal(expected[f"x{n}.png"]["latents"], latents)
+
+
+def test_loaders_change_nothing_but_the_time(train, photos):
+    flags = [*SIZE, "--caption_dropout", "0.3", "--train_batch_size", "2"]
+    runs = [train(photos, *flags, "--dataloader_num_workers", n, out=f"{n}_workers") for n in ("0", "1", "3")]
+    assert len({weights(run) for run in runs}) == 1
+    data = json.loads((runs[1] / "run.json").read_text())["measured"]["data"]
+    assert 0 <= data["waiting_share"] < 1
+
+
+# ---------------------------------------------------------------- bad samples
+
+
+@pytest.fixture
+def with_bad_ones(data):
+    """Five good pictures, and four that are not."""
+    (data / "zero.png").write_bytes(b"")
+    content = (data / "coffee.png").read_bytes()
+    (data / "half.png").write_bytes(content[: len(content) // 2])
+    (data / "text.jpg").write_text("not a picture")
+    for name in ("zero", "half", "text"):
+        (data / f"{name}.txt").write_text(name)
+    shutil.copy(data / "coffee.png", data / "silent.png")
+    return data
+
+
+BAD = ("zero.png", "half.png", "text.jpg", "silent.png")
+
+
+def test_all_bad_items_are_listed_at_once(train, with_bad_ones):
+    with pytest.raises(RefusedError) as refused:
+        train(with_bad_ones, *SIZE)
+    assert str(refused.value).startswith("4 of 9 pictures cannot be used:")
+    assert all(name in str(refused.value) for name in BAD)
+    assert "--on_bad_sample skip" in str(refused.value) and "--allow_missing_captions" in str(refused.value)
+
+
+def test_rows_without_a_file_and_bad_files_come_in_one_list(train, data):
+    (data / "zero.png").write_bytes(b"")
+    table = "file_name,text\nzero.png,a\nnone.png,b\ncoffee.png,c\ncoffee.png,d\n"
+    (data / "metadata.csv").write_text(table)
+    with pytest.raises(RefusedError) as refused:
+        train(data, *SIZE)
+    lines = str(refused.value).splitlines()
+    assert [line.split(" (")[0].strip() for line in lines[1:-1]] == ["zero.png", "none.png", "coffee.png"]
+    out = train(data, *SIZE, "--on_bad_sample", "skip")
+    assert [(line["id"], line["decision"], line["caption"]) for line in records(out)] == [
+        ("zero.png", "dropped", "a"),
+        ("none.png", "dropped", "b"),
+        ("coffee.png", "used", "c"),
+        ("coffee.png", "dropped", "d"),
+    ]
+
+
+def test_skip_trains_on_the_rest(train, with_bad_ones, caplog, capsys):
+    out = train(with_bad_ones, *SIZE, "--on_bad_sample", "skip")
+    assert "--on_bad_sample skip: 4 of 9 pictures are left out" in caplog.text
+    assert "5 of 9 items are used" in capsys.readouterr().out
+    dropped = {line["id"]: line["reason"] for line in records(out) if line["decision"] == "dropped"}
+    assert set(dropped) == set(BAD) and dropped["silent.png"] == "caption missing"
+    assert all(line["used"] is None for line in records(out) if line["decision"] == "dropped")
+    assert {name for line in metrics(out) for name in line["samples"]}.isdisjoint(BAD)
+    for path in with_bad_ones.iterdir():
+        if path.stem not in ("zero", "half", "text"):
+            path.unlink()
+    with pytest.raises(RefusedError, match="All 3 pictures cannot be used"):
+        train(with_bad_ones, *SIZE, "--on_bad_sample", "skip", out="none")
+
+
+def test_two_processes_agree_and_share_the_work(on_two_processes, tiny_qwen_image, with_bad_ones, tmp_path, train):
+    """With items of three sizes, and a limit for collectives that encoding would exceed if it were one."""
+    Image.new("RGB", (96, 64), "green").save(with_bad_ones / "coffee.png")
+    flags = ["--max_pixels", "6000", "--on_bad_sample", "skip", "--train_batch_size", "2", *FLAGS, *STEPS]
+    required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", with_bad_ones]
+    done = on_two_processes("train_qwen_image.py", *required, "--output_dir", tmp_path / "two", *flags)
+    lines = metrics(tmp_path / "two")
+    assert [line["step"] for line in lines] == [1, 2, 3] and all(len(line["samples"]) == 4 for line in lines)
+    assert "4 of 9 pictures are left out" in done.stderr and done.stderr.count("are left out") == 1
+    assert "media (process 0)" in done.stderr and "media (process 1)" in done.stderr
+    flags[flags.index("2")] = "4"
+    train(with_bad_ones, *flags, out="one", family="qwen_image")
+    caches = [
+        {path.name: path.read_bytes() for path in (tmp_path / name / "cache").glob("*/*/*")} for name in ("one", "two")
+    ]
+    assert caches[0] == caches[1] and len(caches[0]) == 10
+    assert [line["samples"] for line in metrics(tmp_path / "one")] == [line["samples"] for line in lines]
+
+
+# ---------------------------------------------------------------- several datasets, buckets
+
+
+def test_several_datasets_with_repeats(train, data, photos, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    Image.new("RGB", (64, 64), "red").save(other / "coffee.png")
+    (other / "table.jsonl").write_text(json.dumps({"image": "coffee.png", "prompt": "red", "score": 3}))
+    datasets = [
+        {"dataset_path": str(data), "dataset_repeat": 1},
+        {"dataset_path": str(other), "dataset_metadata": "table.jsonl", "dataset_repeat": 4},
+        {"dataset_path": str(tmp_path / ".." / tmp_path.name / "other"), "dataset_metadata": "table.jsonl"},
+    ]
+    out = train(None, *SIZE, "--num_train_epochs", "2", config={"datasets": datasets})
+    ids = [line["id"] for line in records(out)]
+    assert ids[-2:] == ["other/coffee.png", "other#2/coffee.png"] and "data/coffee.png" in ids
+    trained = collections.Counter(name for line in metrics(out) for name in line["samples"])
+    assert trained["other/coffee.png"] == 8 and set(trained.values()) == {2, 8}
+    arguments = json.loads((out / "run.json").read_text())["arguments"]
+    assert arguments["dataset_path"] is None and arguments["datasets"][1]["dataset_repeat"] == 4
+
+
+def test_pictures_at_eight_and_clips_at_one_in_one_run(train, photos, clips, tmp_path, capsys):
+    data = shutil.copytree(photos, tmp_path / "data")
+    for path in clips.iterdir():
+        shutil.copy(path, data / f"clip_{path.name}")
+    config = {"bucket_config": {"64px": {1: [1.0, 3], 5: [1.0, 1]}, "48px": {1: [1.0, 5]}}}
+    out = train(data, family="wan_t2v", config=config)
+    for line in records(out):
+        is_clip = line["id"].endswith("mp4")
+        assert (line["used"]["frames"], line["used"]["batch_size"]) == ((5, 1) if is_clip else (1, 3))
+        assert line["used"]["size"] == [64, 48]
+    sizes = {line["id"]: line["used"]["batch_size"] for line in records(out)}
+    for line in metrics(out):
+        (batch_size,) = {sizes[name] for name in line["samples"]}
+        assert len(line["samples"]) == batch_size
+    printed = capsys.readouterr().out
+    assert "64 x 48 x 5" in printed and "64 x 48 x 1" in printed
+    arguments = json.loads((out / "run.json").read_text())["arguments"]
+    assert arguments["height"] is arguments["num_frames"] is arguments["train_batch_size"] is None
+    assert arguments["bucket_config"]["64px"] == {"1": [1.0, 3], "5": [1.0, 1]}
+
+
+# ---------------------------------------------------------------- the report
+
+
+def test_the_report_of_a_dry_run(train, data, capsys, caplog, tmp_path):
+    caplog.set_level("INFO")
+    Image.new("RGB", (20, 16), "red").save(data / "tiny.png")
+    (data / "tiny.txt").write_text("tiny")
+    (data / "rocket.txt").write_text("rocket " * 3000)
+    out = train(data, *SIZE, "--train_batch_size", "2", "--dry_run")
+    printed = capsys.readouterr().out
+    assert "6 of 6 items are used" in printed and "64 x 64 x 1       6         6      2           32  100%" in printed
+    assert "tokens per optimizer step: 32 to 32" in printed
+    assert "tiny.png: 20x16 to 64x64, 4.0 times" in caplog.text
+    assert "1 captions are cut" in caplog.text and "1024 kept: 'rocket rocket" in caplog.text
+    with Image.open(out / "contact_sheet.png") as sheet:
+        assert sheet.format == "PNG" and sheet.width > 6 * 200
+        # The red picture is the sixth.
+        pixels = np.asarray(sheet.convert("RGB")).reshape(-1, 3)
+    assert (pixels == [254, 0, 0]).all(1).sum() + (pixels == [255, 0, 0]).all(1).sum() >= 64 * 64
+    assert not list((out / "cache").glob("m*")), "nothing was encoded"
+
+
+def test_the_report_on_clips(train, clips, capsys):
+    out = train(clips, *SIZE, "--num_frames", "5", "--fps", "8", "--dry_run", family="wan_t2v")
+    printed = capsys.readouterr().out
+    assert "frames: 15 of 27 are used; 3 of 3 clips are retimed" in printed
+    assert (out / "contact_sheet.png").is_file()

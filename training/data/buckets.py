@@ -1,0 +1,185 @@
+"""At which size and length an item trains, and the buckets that this makes: (width, height, frames) -> items."""
+
+import collections
+import dataclasses
+import functools
+import zlib
+
+import numpy as np
+
+from training.arguments import bucket_pixels
+from training.errors import RefusedError
+
+
+# Beyond this most of a picture would be cropped away, or one side would be thinner than a token.
+MAX_ASPECT_RATIO = 10
+
+
+def keyed_draw(seed, item_id, *purpose):
+    """Return a random generator for one item: adding an item to the dataset changes nothing for the others.
+
+    Args:
+        seed (`int`)
+        item_id (`str`)
+        *purpose (`int`): Tells several draws for one item apart.
+    """
+    return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(item_id.encode()), *purpose]))
+
+
+@functools.lru_cache(maxsize=65536)
+def target_size(source_width, source_height, *, height, width, max_pixels, divisor):
+    """Chooses the size that a picture trains at.
+
+    With `max_pixels`: of the sizes under the cap and inside the source the largest of about its aspect, where one
+    percent of error in aspect (which is cropped) weighs as much as ten percent of the pixels. A source side below
+    `divisor` is enlarged to it.
+
+    Args:
+        source_width: Width of the upright source in pixels.
+        source_height: Height of the upright source in pixels.
+        height: Fixed height in pixels, not looked at with `max_pixels`.
+        width: Fixed width in pixels, not looked at with `max_pixels`.
+        max_pixels: Cap on height x width, or None for the fixed size.
+        divisor: Both sides are a multiple of it.
+
+    Returns:
+        (height, width) in pixels.
+
+    Raises:
+        RefusedError: If the source is too small or too elongated.
+    """
+    short, long = sorted((source_width, source_height))
+    if 2 * short < divisor or long > MAX_ASPECT_RATIO * short:
+        raise RefusedError(
+            f"{source_width}x{source_height} pixels: the shorter side must be at least {(divisor + 1) // 2} and the "
+            f"longer side at most {MAX_ASPECT_RATIO} times the shorter."
+        )
+    if max_pixels is None:
+        return height, width
+
+    sizes = set()
+    for rows in range(divisor, min(max(source_height, divisor), max_pixels // divisor) + 1, divisor):
+        most = min(max_pixels // rows, max(source_width, divisor)) // divisor * divisor
+        below = rows * source_width // source_height // divisor * divisor
+        sizes.update((rows, min(max(columns, divisor), most)) for columns in (below, below + divisor))
+
+    def worth(size):
+        ratio = size[1] * source_height / (size[0] * source_width)
+        return size[0] * size[1] / max(ratio, 1 / ratio) ** 10, size
+
+    return max(sizes, key=worth)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizing:
+    """Chooses the size, length and batch size of an item: by one rule for all of them, or by a bucket config.
+
+    With a bucket config an item goes to the largest size of which it has all pixels, and there to the longest length
+    of which it has all frames; pictures only to length 1, and clips to no other than longer ones. Where it is not
+    among the share that a bucket takes, drawn once for each item and bucket, it is offered to the next smaller size.
+
+    Args:
+        height, width, max_pixels, divisor: See `target_size`.
+        num_frames: The most frames of a clip.
+        bucket_config: From `parse_args`, or None.
+        seed: Of the draws.
+    """
+
+    height: int | None
+    width: int | None
+    max_pixels: int | None
+    divisor: int
+    num_frames: int | None = 1
+    bucket_config: dict | None = None
+    seed: int = 42
+
+    @classmethod
+    def from_args(cls, args, divisor):
+        """Returns the rule that the flags ask for."""
+        num_frames = getattr(args, "num_frames", 1)
+        return cls(args.height, args.width, args.max_pixels, divisor, num_frames, args.bucket_config, args.seed)
+
+    def choose(self, item_id, source_width, source_height, num_frames):
+        """Chooses for one item.
+
+        Args:
+            item_id: Of its row.
+            source_width, source_height: Upright, in pixels.
+            num_frames: How many it has at the rate of training; 1 is a picture.
+
+        Returns:
+            (height, width, most frames, batch size or None for that of the run), or None where no bucket takes it.
+
+        Raises:
+            RefusedError: See `target_size`.
+        """
+        fit = functools.partial(target_size, source_width, source_height, divisor=self.divisor)
+        if self.bucket_config is None:
+            size = fit(height=self.height, width=self.width, max_pixels=self.max_pixels)
+            return *size, self.num_frames, None
+        by_pixels = sorted(self.bucket_config, key=lambda name: bucket_pixels(name)[0], reverse=True)
+        for number, name in enumerate(by_pixels):
+            lengths = {int(frames): entry for frames, entry in self.bucket_config[name].items()}
+            length = max((n for n in lengths if n <= num_frames and (n == 1) == (num_frames == 1)), default=None)
+            pixels, sides = bucket_pixels(name)
+            height, width = sides or (0, 0)
+            if length is None or source_width * source_height < pixels:
+                continue
+            if source_height < height or source_width < width:
+                continue
+            share, batch_size = lengths[length]
+            if share < 1 and keyed_draw(self.seed, item_id, 1, number, length).random() >= share:
+                continue
+            return *fit(height=height, width=width, max_pixels=None if sides else pixels), length, batch_size
+        fit(height=0, width=0, max_pixels=None)  # what is refused everywhere is said so
+        return None
+
+    @property
+    def smallest(self):
+        """A sentence on what the buckets take, for items that fit in none."""
+        listed = "; ".join(f"{name}: {', '.join(lengths)} frames" for name, lengths in self.bucket_config.items())
+        return f"no bucket of bucket_config takes it ({listed})"
+
+
+def bucket_key(record, train_batch_size):
+    """Return what items of one micro-batch have in common: (width, height, frames, batch size)."""
+    used = record["used"]
+    return *used["size"], used["frames"], used.get("batch_size") or train_batch_size
+
+
+def describe_buckets(records, repeats, *, train_batch_size, num_processes, tokens_per_sample):
+    """Return the lines of the table of buckets, for a person.
+
+    Args:
+        records (`list[dict]`): Of the items that are trained.
+        repeats (`list[int]`): How often each comes in one epoch.
+        train_batch_size (`int`): Of buckets that do not say their own.
+        num_processes (`int`)
+        tokens_per_sample (`Callable[[int, int, int], int]`): From height, width and frames to tokens of the model.
+    """
+    counts, samples = collections.Counter(), collections.Counter()
+    for record, repeat in zip(records, repeats, strict=True):
+        key = bucket_key(record, train_batch_size)
+        counts[key] += 1
+        samples[key] += repeat
+    lines = [
+        f"{'bucket (w x h x frames)':>24} {'items':>7} {'per epoch':>9} {'batch':>6} {'tokens/batch':>12} {'fill':>5}"
+    ]
+    small = 0
+    for key in sorted(counts, key=lambda key: (key[0] * key[1] * key[2], key), reverse=True):
+        width, height, num_frames, batch_size = key
+        unit = batch_size * num_processes
+        tokens = batch_size * tokens_per_sample(height, width, num_frames)
+        small += counts[key] < unit
+        fill = samples[key] / (-(-samples[key] // unit) * unit)
+        name = f"{width} x {height} x {num_frames}"
+        lines.append(f"{name:>24} {counts[key]:>7} {samples[key]:>9} {batch_size:>6} {tokens:>12} {fill:>5.0%}")
+    lines.append(
+        "  fill: of the last batch of an epoch that would be made alone; nothing is dropped or padded, since a batch "
+        "that is not full is filled from the next epoch"
+    )
+    if small:
+        lines.append(
+            f"  {small} buckets have fewer items than one batch of all processes: items come twice in one batch"
+        )
+    return lines
