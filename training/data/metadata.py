@@ -195,6 +195,13 @@ def read_rows(
     return _judge_captions(items, dataset_path, allow_missing_captions, media_suffixes, hint)
 
 
+def read_sidecars(dataset_path, *, allow_missing_captions=False, media_suffixes=IMAGE_SUFFIXES, frame_folders=False):
+    """Reads the rows of a folder by its sidecar texts, also where a metadata file stands in it; see `read_rows`."""
+    folder = os.path.abspath(dataset_path)
+    items = _sidecar_items(folder, _list_files(folder), media_suffixes, frame_folders)
+    return _judge_captions(items, dataset_path, allow_missing_captions, media_suffixes)
+
+
 def first_five(problems):
     """Returns the first five problems, one a line, and how many more there are."""
     lines = [f"  {problem}" for problem in problems[:5]]

@@ -25,7 +25,7 @@ def sizing(config=CONFIG, seed=5):
         ((320, 320), 5, (256, 256, 5, 4)),
         ((320, 320), 4, None),  # a clip does not become a picture
         ((200, 200), 1, None),  # nothing is enlarged
-        ((853, 480), 1, (224, 288, 1, 8)),  # one pixel short of 480p
+        ((853, 480), 1, (192, 336, 1, 8)),  # one pixel short of 480p
     ],
 )
 def test_an_item_goes_to_the_largest_bucket_that_it_fills(source, num_frames, expected):
