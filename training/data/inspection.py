@@ -83,10 +83,18 @@ def inspect_each(rows, inspector, *, on_bad_sample="error", cache=None, accelera
     share = rows if alone else rows[accelerator.process_index :: accelerator.num_processes]
     look = _decoded if cache is None else _cached(cache, inspector.measured_as)
     # Threads: Pillow and FFmpeg decode without holding Python's lock.
-    with ThreadPoolExecutor(inspector.max_threads) as pool:
-        results = pool.map(lambda row: _inspect(row, inspector, look), share)
-        shown = alone or accelerator.is_main_process
-        results = list(tqdm(results, f"looking at {inspector.what}", len(share), disable=not shown or len(share) < 50))
+    # By the handful in large datasets, where most of what there is to do for a row may be to hand it to a thread.
+    handful = 1 if len(share) < 1000 else 32
+    handfuls = [share[n : n + handful] for n in range(0, len(share), handful)]
+    shown = (alone or accelerator.is_main_process) and len(share) >= 50
+    results = []
+    with (
+        ThreadPoolExecutor(inspector.max_threads) as pool,
+        tqdm(total=len(share), desc=f"looking at {inspector.what}", disable=not shown) as bar,
+    ):
+        for done in pool.map(lambda rows: [_inspect(row, inspector, look) for row in rows], handfuls):
+            results += done
+            bar.update(len(done))
     if not alone:
         gathered = gather_from_all(accelerator, results)
         results = [gathered[n % len(gathered)][n // len(gathered)] for n in range(len(rows))]

@@ -52,7 +52,7 @@ class Embedded:
         return self.data[self.index][self.column]["bytes"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One item of a dataset.
 
@@ -84,7 +84,7 @@ class Row:
         return self.id if self.id == self.origin else f"{self.id} ({self.origin})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Item:
     """A row before its caption is judged: None is missing, and metadata can hold values of any type."""
 
