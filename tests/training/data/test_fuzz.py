@@ -5,6 +5,7 @@ By hand, with another seed, keeping the file that failed: `python test_fuzz.py F
 """
 
 import faulthandler
+import gc
 import io
 import logging
 import os
@@ -241,6 +242,7 @@ def main(folder, first, num_files, seed):
     logging.disable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    gc.freeze()
     folder = pathlib.Path(folder)
     folder.mkdir(exist_ok=True)
     seeds = make_seeds(folder)
@@ -265,6 +267,8 @@ def main(folder, first, num_files, seed):
         # Ends the process even where a decoder holds Python's lock.
         faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
         used = use(Row(path.name, "x", bytes(data) if n % 4 == 0 else path, path.name))
+        # What is wrong in memory shall show with the file that did it.
+        gc.collect()
         faulthandler.cancel_dump_traceback_later()
         peak = memory_bytes("VmHWM") - before
         print(f" {time.monotonic() - start:.2f} s {peak >> 20} MiB", "used" if used else "refused", flush=True)
