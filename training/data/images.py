@@ -10,13 +10,24 @@ from functools import partial
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from training.data.inspection import Inspector, inspect_each
 from training.errors import RefusedError
 
 
 logger = logging.getLogger(__name__)
+
+# Pillow knows more, of which some are read by other programs (EPS) and many are seldom tried.
+PICTURE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+
+# The largest cameras take 151 million. Decoding takes up to 20 bytes for each, and a false header may say anything.
+MAX_SOURCE_PIXELS = 180_000_000
+# In place of Pillow's own limits, a warning at half of that and an error, both without the name of the file.
+Image.MAX_IMAGE_PIXELS = None
+# Pillow's own reader of uncompressed TIFF takes strips that are missing, and colours stored one after the other with
+# 16 bits, for something else.
+TiffImagePlugin.READ_LIBTIFF = True
 
 
 def open_image(media, name=None):
@@ -30,13 +41,21 @@ def open_image(media, name=None):
         A `PIL.Image.Image` in mode RGB that holds no file open.
 
     Raises:
-        RefusedError: If it is missing, damaged, animated, or of a kind without a defined colour range.
+        RefusedError: If it is missing, damaged, animated, too large, or of a kind without a defined colour range.
     """
     embedded = isinstance(media, bytes)
     if name is None:
         name = "embedded picture" if embedded else media
     try:
-        with Image.open(io.BytesIO(media) if embedded else media) as image:
+        # A pipe would be waited for.
+        if not embedded and not os.path.isfile(media):
+            raise ValueError("there is no such file")
+        # What it is shows in its first bytes, whatever its name ends with.
+        with Image.open(io.BytesIO(media) if embedded else media, formats=PICTURE_FORMATS) as image:
+            if image.width * image.height > MAX_SOURCE_PIXELS:
+                raise ValueError(
+                    f"it has {image.width}x{image.height} pixels, and at most {MAX_SOURCE_PIXELS} are read"
+                )
             # MPO is a JPEG with a preview or a second view behind the picture.
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise ValueError(f"it has {image.n_frames} frames, and a picture has one")
@@ -56,21 +75,40 @@ def _upright(image, name):
     except Exception as error:  # SyntaxError, struct.error, ...: viewers show such a picture as it is stored, too
         logger.info("%s: EXIF not readable: %s", name, error)
         turned = False
-    return ImageOps.exif_transpose(image) if turned else image
+    if not turned:
+        return image
+    # Pillow would write the rest anew, which fails for much of what cameras put there.
+    for key in ("exif", "Raw profile type exif"):
+        image.info.pop(key, None)
+    return ImageOps.exif_transpose(image)
 
 
 def _to_rgb(image):
     if image.mode in ("F", "I"):
         raise ValueError(f"32-bit pixels (mode {image.mode}) have no defined white; save it with 8 or 16 bits")
+    # Profiles only: what PNG says of its colours in other chunks (gAMA, cHRM, cICP), and AVIF outside of a profile,
+    # Pillow does not apply, nor do most viewers of files. They are taken for sRGB, which is what most of them state.
     profile = image.info.get("icc_profile")
     alpha = None
+    if image.mode == "La":
+        image = image.convert("LA")
     if image.mode.startswith("I;16"):
         # Pillow's own conversion clips at 255.
         values = np.asarray(image).astype(np.uint32)
         if "transparency" in image.info:
             alpha = Image.fromarray(np.where(values == image.info["transparency"], 0, 255).astype(np.uint8))
-        image = Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+        white = 65535
+        if image.format == "TIFF":
+            # Pillow leaves 12 bits as they are, and does not turn those upside down in which 0 is white.
+            white = 2 ** image.tag_v2[ExifTags.Base.BitsPerSample][0] - 1
+            if image.tag_v2[ExifTags.Base.PhotometricInterpretation] == 0:
+                values = white - values
+        image = Image.fromarray(((values * 255 + white // 2) // white).astype(np.uint8))
     elif image.has_transparency_data:
+        transparency = image.info.get("transparency")
+        if isinstance(transparency, tuple) and max(transparency) > 255:
+            # The colour has 16 bits, of which Pillow keeps the upper 8 in the pixels and looks for the lower.
+            image.info["transparency"] = tuple(value >> 8 for value in transparency)
         rgba = image.convert("RGBA")
         alpha = rgba.getchannel("A")
         # Grey stays grey for its profile.

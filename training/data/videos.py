@@ -23,7 +23,7 @@ from PIL import Image
 
 from training.arguments import round_down_frames
 from training.data.buckets import keyed_draw
-from training.data.images import cover_and_crop, on_white, open_image, to_tensor
+from training.data.images import PICTURE_FORMATS, cover_and_crop, on_white, open_image, to_tensor
 from training.data.inspection import Inspector, inspect_each
 from training.data.metadata import IMAGE_SUFFIXES, first_five
 from training.errors import RefusedError
@@ -32,6 +32,14 @@ from training.errors import RefusedError
 logger = logging.getLogger(__name__)
 
 VIDEO_SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
+
+# FFmpeg also knows pictures, playlists that name other files, text, and raw data.
+CONTAINERS = "asf,avi,flv,gif,h264,hevc,m4v,matroska,mov,mpeg,mpegts,mpegvideo,ogg"
+# 8K, as large as cameras record it: a decoder holds up to 17 frames, and a false header may say anything.
+MAX_FRAME_PIXELS = 8192 * 4320
+LIMITS = {"max_pixels": str(MAX_FRAME_PIXELS)}
+# Frames that are days apart are no clip, and their times are damaged.
+MAX_SECONDS = 24 * 60 * 60
 
 # Numbers of ITU-T H.273, which files carry, to swscale's: two of them are BT.601.
 MATRICES = {
@@ -206,16 +214,15 @@ def read_clip(row, record):
 
 def _kind(media):
     """Returns "picture", "folder" or "video"."""
-    if isinstance(media, bytes):
-        try:
-            with Image.open(io.BytesIO(media)) as image:
-                # Pillow knows MPEG by its first bytes, but cannot decode it.
-                return "video" if image.format in ("GIF", "MPEG") else "picture"
-        except Exception:  # as in open_image; what it is then shows when FFmpeg tries
-            return "video"
-    if os.path.isdir(media):
+    embedded = isinstance(media, bytes)
+    if not embedded and os.path.isdir(media):
         return "folder"
-    suffix = os.path.splitext(media)[1].lower()
+    suffix = "" if embedded else os.path.splitext(media)[1].lower()
+    if embedded or os.path.isfile(media):
+        with contextlib.suppress(Exception):  # as in open_image; who reads it next says what is wrong
+            with Image.open(io.BytesIO(media) if embedded else media, formats=PICTURE_FORMATS) as image:
+                return "video" if image.format == "GIF" else "picture"
+    # The name decides on what is neither.
     return "picture" if suffix in IMAGE_SUFFIXES and suffix != ".gif" else "video"
 
 
@@ -268,7 +275,7 @@ def measure(media, name, fps):
     with _open_video(media, name, num_threads=1) as (container, stream):
         for frame, time, duration in _frames(container, stream):
             if stored is None:
-                stored, size = (frame.width, frame.height), _display_size(frame, stream.sample_aspect_ratio)
+                stored, size = (frame.width, frame.height), _display_size(frame, stream)
             if stored != (frame.width, frame.height):
                 raise ValueError(
                     f"its size changes from {stored[0]}x{stored[1]} to {frame.width}x{frame.height} "
@@ -281,6 +288,8 @@ def measure(media, name, fps):
             last_duration = duration
         if not times:
             raise ValueError("no frame of it can be decoded")
+        if max(times) - min(times) + last_duration > MAX_SECONDS:
+            raise ValueError("by the times of its frames it lasts more than a day")
         nominal_rate, tick = _nominal_rate(stream), float(stream.time_base)
     # Decoders give frames in the order in which they are shown, whatever the container made of their times: avi holds
     # no times, and those that FFmpeg makes up for h264 in it are not in order.
@@ -310,7 +319,7 @@ def _images_at(media, name, wanted):
     with _open_video(media, name, num_threads=0) as (container, stream):
         for index, (frame, _, _) in enumerate(_frames(container, stream)):
             if index in wanted:
-                yield index, _to_image(frame, stream.sample_aspect_ratio)
+                yield index, _to_image(frame, stream)
             if index == last:
                 return
 
@@ -342,7 +351,9 @@ def _open_video(media, name, num_threads):
                 raise ValueError("it is cut off: the file ends before its contents do")
             file.seek(0)
             try:
-                container = av.open(file, metadata_errors="replace")
+                container = av.open(
+                    file, metadata_errors="replace", options={"format_whitelist": CONTAINERS, **LIMITS}
+                )
             except av.FFmpegError as error:
                 raise RefusedError(f"{name} is not a video that FFmpeg can read ({num_bytes} bytes).") from error
             with container:
@@ -351,6 +362,8 @@ def _open_video(media, name, num_threads):
                     raise ValueError("it has no video stream")
                 if stream.codec_context is None:
                     raise ValueError("its codec is not one that FFmpeg can decode")
+                # Those of the container are for the look that FFmpeg takes at the first frames in opening it.
+                stream.codec_context.options = LIMITS
                 stream.codec_context.thread_count = num_threads
                 stream.codec_context.thread_type = "AUTO"
                 yield container, stream
@@ -369,12 +382,19 @@ def _frames(container, stream):
     time = -interval
     index = 0
 
-    # An empty packet repeats a frame, in avi, and would end decoding here. None ends it.
-    packets = (packet for packet in container.demux(stream) if packet.size)
-    for packet in itertools.chain(packets, [None]):
+    for num_packets, packet in enumerate(itertools.chain(container.demux(stream), [None])):
+        # A false number in a header of 100 bytes would be good for hours.
+        if num_packets > container.size:
+            raise ValueError("it claims to hold more packets than it has bytes")
+        # An empty packet repeats a frame, in avi, and would end decoding here. None ends it.
+        if packet is not None and not packet.size:
+            continue
         try:
             frames = decoder.decode(packet)
         except av.FFmpegError as error:
+            if not stream.codec_context.width:
+                limit = f"no size, or more than {MAX_FRAME_PIXELS} pixels"
+                raise ValueError(f"by its header its frames have {limit}") from error
             raise ValueError(f"it is damaged near frame {index} (FFmpeg says {error.strerror!r})") from error
         for frame in frames:
             if frame.is_corrupt:
@@ -386,7 +406,7 @@ def _frames(container, stream):
 
 def _nominal_rate(stream):
     """Returns frames per second as the container has them: right on average, or a guess."""
-    return float(stream.average_rate or stream.guessed_rate or 25)
+    return next(float(rate) for rate in (stream.average_rate, stream.guessed_rate, 25) if rate and rate > 0)
 
 
 def _decoder(stream):
@@ -395,6 +415,7 @@ def _decoder(stream):
     if libvpx is None or stream.metadata.get("alpha_mode") != "1":
         return stream.codec_context
     decoder = av.CodecContext.create(libvpx, "r")
+    decoder.options = LIMITS
     decoder.extradata = stream.codec_context.extradata
     return decoder
 
@@ -498,13 +519,17 @@ def _matrix(frame):
     )
 
 
-def _display_matrix(frame):
+def _display_matrix(frame, stream):
     """Returns (a, b, c, d) with x' = a x + c y and y' = b x + d y, the turn from the stored frame to the upright."""
-    try:
-        found = [bytes(data) for data in frame.side_data if data.type.name == "DISPLAYMATRIX"]
-    except ValueError:
-        # PyAV 18 lists none where one is of a kind that it does not know, as EXIF in Motion JPEG. It still tells the
-        # turn, though not whether the frame is mirrored too.
+    found = None
+    # PyAV 18 frees what the decoder of PNG says of a colour profile a second time, once it has listed it, which ends
+    # the process.
+    if stream.codec_context.name not in ("apng", "png"):
+        # It lists none where one is of a kind that it does not know, as EXIF in Motion JPEG.
+        with contextlib.suppress(ValueError):
+            found = [bytes(data) for data in frame.side_data if data.type.name == "DISPLAYMATRIX"]
+    if found is None:
+        # It still tells the turn, though not whether the frame is mirrored too.
         a, b, c, d = TURNS.get(frame.rotation % 360, (1, 1, 1, 1))
     else:
         a, b, _, c, d = np.frombuffer(found[0], dtype=np.int32)[:5].tolist() if found else (1, 0, 0, 0, 1)
@@ -514,28 +539,27 @@ def _display_matrix(frame):
     return (a, 0, 0, d) if straight >= turned else (0, b, c, 0)
 
 
-def _display_size(frame, aspect):
-    """Returns the size (width, height) at which a frame is shown.
-
-    Args:
-        frame: An `av.VideoFrame`.
-        aspect: Width of a pixel in heights of a pixel, or None for 1.
-    """
-    width, height = _square_pixels(frame, aspect)
-    _, b, c, _ = _display_matrix(frame)
+def _display_size(frame, stream):
+    """Returns the size (width, height) at which a frame of a stream is shown."""
+    width, height = _square_pixels(frame, stream)
+    _, b, c, _ = _display_matrix(frame, stream)
     return (height, width) if b or c else (width, height)
 
 
-def _square_pixels(frame, aspect):
-    # The short side grows, so that nothing is lost.
-    aspect = aspect or 1
+def _square_pixels(frame, stream):
+    # Width of a pixel in heights of a pixel. The short side grows, so that nothing is lost.
+    aspect = stream.sample_aspect_ratio or 1
     if aspect >= 1:
-        return round(frame.width * aspect), frame.height
-    return frame.width, round(frame.height / aspect)
+        size = round(frame.width * aspect), frame.height
+    else:
+        size = frame.width, round(frame.height / aspect)
+    if math.prod(size) > MAX_FRAME_PIXELS:
+        raise ValueError(f"its frames have {size[0]}x{size[1]} pixels, and at most {MAX_FRAME_PIXELS} are read")
+    return size
 
 
-def _to_image(frame, aspect):
-    """Returns a frame as it is displayed, a `PIL.Image.Image` in mode RGB; the arguments of `_display_size`."""
+def _to_image(frame, stream):
+    """Returns a frame of a stream as it is displayed, a `PIL.Image.Image` in mode RGB."""
     has_alpha = frame.format.has_palette or any(component.is_alpha for component in frame.format.components)
     matrix = _matrix(frame)
     full_range = frame.format.name.startswith("yuvj") or frame.color_range == ColorRange.JPEG
@@ -553,10 +577,10 @@ def _to_image(frame, aspect):
     if has_alpha:
         image = on_white(image.convert("RGB"), image.getchannel("A"))
 
-    size = _square_pixels(frame, aspect)
+    size = _square_pixels(frame, stream)
     if image.size != size:
         image = image.resize(size, Image.Resampling.LANCZOS)
-    a, b, c, d = _display_matrix(frame)
+    a, b, c, d = _display_matrix(frame, stream)
     if b or c:
         image = image.transpose(Image.Transpose.TRANSPOSE)
     if a < 0 or c < 0:

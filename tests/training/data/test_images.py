@@ -2,6 +2,9 @@ import io
 import json
 import logging
 import math
+import os
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -66,14 +69,17 @@ def test_every_orientation_gives_the_upright_picture(orientation, file_format, o
 
 
 @pytest.mark.parametrize("orientation", STORED)
-def test_every_orientation_of_a_jpeg(orientation):
-    # Two flat halves in blocks of 8: JPEG keeps them to a level or two.
+@pytest.mark.parametrize("file_format", ["JPEG", "AVIF"])
+def test_every_orientation_of_lossy_formats(file_format, orientation):
+    """AVIF says it in boxes of its own, which Pillow writes and reads."""
+    # Two flat halves in blocks of 8: they keep them to a level or two.
     pixels = np.zeros((32, 64, 3), dtype=np.uint8)
     pixels[:16, :24] = 200, 40, 40
     exif = Image.Exif()
     exif[0x0112] = orientation
     stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](pixels)))
-    assert difference(open_image(encode(stored, "JPEG", quality=100, subsampling=0, exif=exif)), pixels) <= 3
+    options = {"quality": 100, "subsampling": 0 if file_format == "JPEG" else "4:4:4"}
+    assert difference(open_image(encode(stored, file_format, exif=exif, **options)), pixels) <= 3
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
@@ -89,6 +95,13 @@ def test_broken_exif_does_not_cost_the_picture():
     pixels = noise(8, 16)
     for exif in (b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff", b"\0"):
         assert difference(open_image(encode(Image.fromarray(pixels), "PNG", exif=exif)), pixels) == 0
+
+
+def test_exif_that_cannot_be_written_again_still_turns_the_picture():
+    """Cameras leave entries with false types; here the unit of the resolution as a text."""
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x02" + struct.pack(">HHIHH", 0x0112, 3, 1, 6, 0)
+    exif += struct.pack(">HHI4s", 0x0128, 2, 2, b"2") + bytes(4)
+    assert open_image(encode(Image.new("RGB", (16, 8)), "JPEG", exif=exif)).size == (8, 16)
 
 
 # Colours
@@ -173,6 +186,95 @@ def test_big_endian_sixteen_bit_grey():
     data = encode(image, "TIFF")
     expected = np.round(values.astype(int) / 65535 * 255).astype(int)
     assert difference(open_image(data), np.stack([expected] * 3, axis=-1)) == 0
+
+
+def png_by_hand(rows, color_type, transparency=None):
+    """Returns a PNG of rows (H, W, C) with 16 bits, of which Pillow writes grey only."""
+    height, width = rows.shape[:2]
+    lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in rows)
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, color_type, 0, 0, 0))]
+    if transparency is not None:
+        chunks.append((b"tRNS", struct.pack(">3H", *transparency)))
+    chunks += [(b"IDAT", zlib.compress(lines)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        for kind, content in chunks
+    )
+
+
+def tiff_by_hand(width, height, bits, photometric, planes, extra_samples=None):
+    """Returns an uncompressed TIFF of a kind that Pillow does not write; `planes` are bytes, of all or each colour."""
+    tags = {256: [width], 257: [height], 258: bits, 259: [1], 262: [photometric], 273: [0] * len(planes)}
+    tags |= {277: [len(bits)], 278: [height], 279: [len(plane) for plane in planes], 284: [1 + (len(planes) > 1)]}
+    if extra_samples is not None:
+        tags[338] = [extra_samples]
+    end = 8 + 2 + 12 * len(tags) + 4
+    lengths = {tag: 4 * len(values) if len(values) > 1 else 0 for tag, values in tags.items()}
+    place = end + sum(lengths.values())
+    for k, plane in enumerate(planes):
+        tags[273][k] = place
+        place += len(plane)
+    table, values_behind = struct.pack("<H", len(tags)), b""
+    for tag, values in tags.items():
+        data = struct.pack(f"<{len(values)}I", *values)
+        is_short = tag in (258, 338)
+        if is_short:
+            data = struct.pack(f"<{len(values)}H", *values)
+        if len(data) > 4:
+            data, behind = struct.pack("<I", end + len(values_behind)), data.ljust(lengths[tag], b"\0")
+            values_behind += behind
+        else:
+            values_behind += bytes(lengths[tag])
+        table += struct.pack("<HHI", tag, 3 if is_short else 4, len(values)) + data.ljust(4, b"\0")
+    return b"II*\0\x08\0\0\0" + table + bytes(4) + values_behind + b"".join(planes)
+
+
+@pytest.mark.parametrize("channels", ["RGB", "RGBA", "LA"])
+def test_sixteen_bit_png_keeps_its_levels(channels):
+    """Of colours Pillow keeps the upper 8 bits, which is one level below the nearest at most."""
+    values = np.random.default_rng(0).integers(0, 65536, (16, 16, len(channels)), dtype=np.uint16)
+    if channels.endswith("A"):
+        values[..., -1] = 65535
+    colour = values[..., :1] if channels == "LA" else values[..., :3]
+    data = png_by_hand(values, {"RGB": 2, "LA": 4, "RGBA": 6}[channels])
+    assert difference(open_image(data), np.broadcast_to(np.round(colour / 257), (16, 16, 3))) <= 1
+    values = values // 257 * 257
+    expected = np.broadcast_to(values[..., :1] if channels == "LA" else values[..., :3], (16, 16, 3)) // 257
+    assert difference(open_image(png_by_hand(values, {"RGB": 2, "LA": 4, "RGBA": 6}[channels])), expected) == 0
+
+
+def test_a_transparent_colour_of_sixteen_bits_is_white():
+    values = np.array([[(1000, 2000, 65535), (0xE807, 0xD00F, 0xFF00)]], dtype=np.uint16)
+    expected = np.array([[(255, 255, 255), (0xE8, 0xD0, 0xFF)]])
+    assert difference(open_image(png_by_hand(values, 2, transparency=(1000, 2000, 65535))), expected) == 0
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_sixteen_bit_tiff_with_colours_together_or_apart(separate):
+    values = np.random.default_rng(0).integers(0, 256, (8, 16, 3), dtype="<u2") * 257
+    planes = [values[..., k].tobytes() for k in range(3)] if separate else [values.tobytes()]
+    assert difference(open_image(tiff_by_hand(16, 8, [16] * 3, 2, planes)), values // 257) == 0
+
+
+def test_tiff_where_zero_is_white():
+    levels = np.arange(256, dtype="<u2").reshape(16, 16)
+    expected = np.stack([255 - levels] * 3, axis=-1)
+    assert difference(open_image(tiff_by_hand(16, 16, [8], 0, [levels.astype(np.uint8).tobytes()])), expected) == 0
+    assert difference(open_image(tiff_by_hand(16, 16, [16], 0, [(levels * 257).tobytes()])), expected) == 0
+
+
+def test_twelve_bit_grey_reaches_white():
+    pairs = struct.pack(">I", 0xFFF800)[1:]  # 4095 and 2048
+    data = tiff_by_hand(2, 1, [12], 1, [pairs])
+    assert difference(open_image(data), np.array([[(255,) * 3, (128,) * 3]])) == 0
+
+
+def test_premultiplied_transparency_is_composited_on_white():
+    """A quarter of red, and half of grey 100, with half of white behind them."""
+    data = tiff_by_hand(1, 1, [8] * 4, 2, [bytes([64, 0, 0, 128])], extra_samples=1)
+    assert difference(open_image(data), np.array([[(191, 127, 127)]])) <= 1
+    data = tiff_by_hand(1, 1, [8, 8], 1, [bytes([50, 128])], extra_samples=1)
+    assert difference(open_image(data), np.array([[(177,) * 3]])) <= 1
 
 
 @pytest.mark.parametrize("mode", ["F", "I"])
@@ -306,6 +408,37 @@ def test_profiles_are_applied_before_transparency():
     assert difference(open_image(data), np.round(shown)) <= 2
 
 
+def ink_profile():
+    """Returns an ICC profile for CMYK by a table: no ink is white, the first is grey, and all else is black."""
+    corners = np.full((2, 2, 2, 2, 3), (0, 128, 128), dtype=np.uint8)  # L*, a*, b*
+    corners[0, 0, 0, 0] = 255, 128, 128
+    corners[1, 0, 0, 0] = 128, 128, 128
+    ramp = bytes(range(256))
+    matrix = struct.pack(">9i", *(65536, 0, 0, 0, 65536, 0, 0, 0, 65536))
+    table = b"mft1\0\0\0\0" + bytes([4, 3, 2, 0]) + matrix + ramp * 4 + corners.tobytes() + ramp * 3
+    white = b"XYZ \0\0\0\0" + struct.pack(">3i", 63190, 65536, 54061)
+    tags = {b"desc": b"desc\0\0\0\0\0\0\0\x05test\0" + bytes(79), b"cprt": b"text\0\0\0\0test\0\0\0\0"}
+    tags |= {b"wtpt": white, b"A2B0": table}
+    offset, index, body = 128 + 4 + 12 * len(tags), struct.pack(">I", len(tags)), b""
+    for name, value in tags.items():
+        value += bytes(-len(value) % 4)
+        index += name + struct.pack(">II", offset + len(body), len(value))
+        body += value
+    head = struct.pack(">I", offset + len(body)) + b"\0\0\0\0\x02\x10\0\0prtrCMYKLab " + bytes(12) + b"acsp"
+    head += bytes(28) + struct.pack(">3i", 63190, 65536, 54061)
+    return head.ljust(128, b"\0") + index + body
+
+
+@pytest.mark.parametrize("file_format", ["TIFF", "JPEG"])
+def test_profiles_of_printers_hold_for_cmyk(file_format):
+    """Reference: CIE L*, of which 128 / 255 is grey 119 in sRGB. Without the profile this ink is cyan."""
+    inks = np.repeat(np.array([[(0, 0, 0, 0), (0, 0, 0, 255), (255, 0, 0, 0)]], dtype=np.uint8), 16, axis=0)
+    image = Image.fromarray(np.repeat(inks, 16, axis=1), "CMYK")
+    options = {"quality": 100} if file_format == "JPEG" else {}
+    expected = chart(((255,) * 3, (0,) * 3, (119,) * 3))
+    assert difference(open_image(encode(image, file_format, icc_profile=ink_profile(), **options)), expected) <= 4
+
+
 def test_srgb_profiles_change_nothing():
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     pixels = noise(32, 32)
@@ -352,7 +485,49 @@ def test_unreadable_files_are_named(tmp_path):
         open_image(tmp_path)
 
 
-@pytest.mark.parametrize("file_format", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_pipes_are_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(RefusedError, match="pipe.png cannot be used: there is no such file"):
+        open_image(tmp_path / "pipe.png")
+
+
+@pytest.mark.filterwarnings("error")
+def test_huge_pictures_are_read_up_to_a_limit_and_refused_by_name_above_it(tmp_path):
+    """The first would be warned of by Pillow; the others say a size of which the file has no pixels."""
+    Image.new("1", (9500, 9500)).save(tmp_path / "large.png")
+    assert open_image(tmp_path / "large.png").size == (9500, 9500)
+    data = bytearray((tmp_path / "large.png").read_bytes())
+    for width, height in ((13417, 13417), (65535, 65535), (2**31 - 1, 2**31 - 1)):
+        data[16:24] = struct.pack(">II", width, height)
+        data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+        (tmp_path / "huge.png").write_bytes(data)
+        with pytest.raises(RefusedError, match=f"huge.png cannot be used: it has {width}x{height} .* 180000000"):
+            open_image(tmp_path / "huge.png")
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "WEBP", "GIF", "TIFF", "BMP"])
+def test_names_with_another_ending_mean_nothing(tmp_path, file_format):
+    (tmp_path / "a.jpg").write_bytes(encode(Image.fromarray(chart()).quantize(7).convert("RGB"), file_format))
+    assert open_image(tmp_path / "a.jpg").size == (112, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("clip.jpg", b"\0\0\0\x20ftypisom\0\0\2\0isomiso2avc1mp41" + bytes(100)),
+        ("photo.jpg", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)),
+        ("photo.avif", b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic" + bytes(100)),
+        # Pillow has Ghostscript run what stands in such a file.
+        ("script.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n"),
+    ],
+)
+def test_other_kinds_of_files_are_refused_by_name(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(RefusedError, match=f"{name} is not a picture that Pillow can read"):
+        open_image(tmp_path / name)
+
+
+@pytest.mark.parametrize("file_format", ["AVIF", "GIF", "PNG", "WEBP", "TIFF"])
 def test_animations_are_refused(file_format):
     frames = [Image.fromarray(noise(16, 16, seed)) for seed in range(3)]
     data = encode(frames[0], file_format, save_all=True, append_images=frames[1:])

@@ -2,6 +2,10 @@ import io
 import json
 import logging
 import os
+import pathlib
+import struct
+import subprocess
+import sys
 import time
 from fractions import Fraction
 
@@ -11,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageDraw
+from PIL import Image, ImageCms, ImageDraw
 
 from training.data import videos
 from training.data.buckets import Sizing
@@ -20,6 +24,8 @@ from training.data.metadata import Row, read_rows
 from training.data.videos import inspect_clips, read_clip
 from training.errors import RefusedError
 
+
+REPO = pathlib.Path(__file__).parents[3]
 
 # The usual codec of each container. Vp9's quickest settings, which change no times.
 QUICK = {"deadline": "realtime", "cpu-used": "8"}
@@ -838,6 +844,105 @@ def test_a_cover_picture_is_no_video(tmp_path):
         packet.stream, packet.pts, packet.dts, packet.time_base = stream, 0, 0, Fraction(1)
         container.mux(packet)
     assert "a.mp4 cannot be used: it has no video stream" in refused(path)
+
+
+def test_a_colour_profile_in_the_frames_does_not_end_the_process(tmp_path):
+    """PyAV frees its name twice once side data is listed; here in a process of its own, with the heap checked."""
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    picture = io.BytesIO()
+    Image.new("RGB", (64, 64), (200, 100, 50)).save(picture, "PNG", icc_profile=profile)
+    path = tmp_path / "a.mov"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("png", rate=16)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "rgb24"
+        for n in range(5):
+            packet = av.Packet(picture.getvalue())
+            packet.stream, packet.pts, packet.dts, packet.time_base = stream, n, n, Fraction(1, 16)
+            packet.is_keyframe = True
+            container.mux(packet)
+    script = "import sys; from training.data.videos import measure; print(measure(sys.argv[1], 'a.mov', 16)[0])"
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONMALLOC": "malloc", "MALLOC_PERTURB_": "165"}
+    command = [sys.executable, "-c", script, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "(64, 64)\n"), done.stderr
+    assert load(path)[1][:, 32, 32].tolist() == [[200, 100, 50]] * 5
+
+
+@pytest.mark.parametrize("size", [(65535, 65535), (8193, 4320), (8192, 4321)])
+def test_frames_larger_than_8k_are_refused_by_name(tmp_path, size):
+    """The header of the container says so, or in Motion JPEG that of a frame."""
+    data = bytearray(write_clip(tmp_path / "a.avi", greys(5), 16, "rawvideo", "bgr24").read_bytes())
+    start = data.index(b"strf") + 12
+    # From top to bottom, which a negative height says.
+    assert struct.unpack_from("<2i", data, start) == (64, -64)
+    struct.pack_into("<2i", data, start, size[0], -size[1])
+    (tmp_path / "a.avi").write_bytes(data)
+    message = refused(tmp_path / "a.avi")
+    assert "a.avi cannot be used: by its header its frames have no size, or more than 35389440 pixels." in message
+
+    data = bytearray(write_clip(tmp_path / "b.avi", greys(5), 16, "mjpeg", "yuvj420p").read_bytes())
+    start = data.index(b"\xff\xc0") + 5
+    assert struct.unpack_from(">2H", data, start) == (64, 64)
+    struct.pack_into(">2H", data, start, *size[::-1])
+    (tmp_path / "b.avi").write_bytes(data)
+    assert "b.avi cannot be used: " in refused(tmp_path / "b.avi")
+
+
+def test_pixels_that_would_be_stretched_over_more_than_8k_are_refused(tmp_path):
+    def wide(stream):
+        stream.codec_context.sample_aspect_ratio = 2
+
+    path = write_clip(tmp_path / "a.mov", greys(5), 16, "mjpeg", "yuvj420p", setup=wide)
+    assert inspect(path)[0]["source"]["size"] == [128, 64]
+    data = bytearray(path.read_bytes())
+    struct.pack_into(">2I", data, data.index(b"pasp") + 4, 30000, 1)
+    path.write_bytes(data)
+    assert "a.mov cannot be used: its frames have 1920000x64 pixels, and at most" in refused(path)
+
+
+def test_frames_that_are_days_apart_are_refused(tmp_path):
+    hours = [0, 1, 2, 3, 30]
+    path = write_clip(tmp_path / "a.mp4", greys(5), Fraction(1, 3600), "libx264", "yuv420p", times=hours)
+    assert "a.mp4 cannot be used: by the times of its frames it lasts more than a day" in refused(path)
+    path = write_clip(tmp_path / "a.mp4", greys(5), Fraction(1, 3600), "libx264", "yuv420p", times=[0, 1, 2, 3, 20])
+    assert inspect(path, clip_part="random")[0]["used"]["frames"] == 81
+
+
+def test_more_packets_than_bytes_are_not_waited_for(tmp_path):
+    """In mp4 chunks of many packets may all lie at the same place: half a million packets in 25 kB."""
+    path = write_clip(tmp_path / "a.mp4", greys(5), 16, "libx265", "yuv420p", {"x265-params": "log-level=none"})
+    data = bytearray(path.read_bytes())
+    num_chunks, num_packets = 5000, 100
+    struct.pack_into(">2I", data, data.index(b"stsz") + 8, 1, num_chunks * num_packets)
+    struct.pack_into(">I", data, data.index(b"stsc") + 16, num_packets)
+    place = data.index(b"stco") + 12
+    data[place - 4 : place + 4] = struct.pack(">I", num_chunks) + data[place : place + 4] * num_chunks
+    for box in (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stco"):
+        start = data.index(box) - 4
+        (num_bytes,) = struct.unpack_from(">I", data, start)
+        struct.pack_into(">I", data, start, num_bytes + 4 * (num_chunks - 1))
+    path.write_bytes(data)
+    assert "a.mp4 cannot be used: it claims to hold more packets than it has bytes." in refused(path)
+
+
+def test_what_it_is_decides_and_not_its_name(tmp_path):
+    clip = write_clip(tmp_path / "a.mp4", greys(5), 16, "libx264", "yuv420p")
+    clip.rename(tmp_path / "clip.jpg")
+    assert "clip.jpg is not a picture that Pillow can read" in refused(tmp_path / "clip.jpg")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (96, 64)).save(tmp_path / "picture.mp4", "JPEG", exif=exif)
+    assert inspect(tmp_path / "picture.mp4")[0]["source"] == {"size": [64, 96], "frames": 1, "fps": None}
+    write_clip(tmp_path / "a.gif", greys(5), 16, "gif", "gray").rename(tmp_path / "gif.png")
+    assert indices(load(tmp_path / "gif.png")[1]) == list(range(5))
+
+
+@pytest.mark.parametrize("text", ["#EXTM3U\n#EXTINF:1,\n/etc/{}\n", "ffconcat version 1.0\nfile {}\n"])
+def test_playlists_are_not_followed(tmp_path, text):
+    path = write_clip(tmp_path / "other.mp4", greys(5), 16, "libx264", "yuv420p")
+    (tmp_path / "a.mp4").write_text(text.format(path.name))
+    assert "a.mp4 is not a video that FFmpeg can read" in refused(tmp_path / "a.mp4")
 
 
 SEEDS = {}
