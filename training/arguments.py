@@ -210,7 +210,7 @@ FLAGS = {
             "dataloader_num_workers",
             _natural,
             1,
-            "Processes that load batches ahead, for each training process. 0: it does so itself, and waits.",
+            "Threads that load batches ahead, in each process. 0: a batch is made when it is needed.",
         ),
         ("caption_dropout", _fraction, 0.0, "Share of samples that are trained with {dropped_caption}. 0 is off."),
         (
@@ -321,7 +321,8 @@ FLAGS = {
             "config",
             str,
             None,
-            "YAML file with the same keys as the flags. Repeatable: a later file wins, and flags win over all.",
+            "YAML file with the same keys as the flags, and datasets and bucket_config (see README.md). Repeatable: a "
+            "later file wins, and flags win over all.",
         ),
     ],
 }

@@ -291,7 +291,7 @@ class RunForecast:
     def host_bytes(self, modes):
         """Return the host memory of all processes on this machine at its highest."""
         weights = [num_bytes for phase, num_bytes in self._encoded[1].items() if self.to_encode[phase]]
-        # Batches that the loaders have made ahead, two each, and the one that is made.
+        # Batches that are made ahead, two for each thread, and the one that is trained on.
         ahead = self._batch_bytes * (2 * self.args.dataloader_num_workers + 1)
         on_the_way = max([*weights, self._bytes["weights"]])  # they are read on the host
         training = self.profile.parked_bytes(modes)

@@ -7,7 +7,7 @@ from accelerate.utils import send_to_device
 from diffusers.optimization import get_scheduler
 
 from training.checkpoints import load_checkpoint, register_state_hooks, save_checkpoint
-from training.data.batches import MicroBatchSampler, collate
+from training.data.batches import load_batches
 from training.errors import FailedError
 from training.launch import seed_module_randomness
 from training.module import trainable_parameters
@@ -70,22 +70,20 @@ def train(
         step = steps_before + steps.start - 1
         accelerator.print(f"resumed after step {step}, learning rate {lr_scheduler.get_last_lr()[0]:.3g}")
 
-    sampler = MicroBatchSampler(batches, process_index=accelerator.process_index, steps=steps)
-    dataloader = torch.utils.data.DataLoader(
+    loader = load_batches(
         dataset,
-        batch_sampler=sampler,
-        collate_fn=collate,
-        pin_memory=accelerator.device.type == "cuda",
+        batches,
+        process_index=accelerator.process_index,
+        steps=steps,
         num_workers=args.dataloader_num_workers,
-        # Starting to iterate draws a number: from here, not from what dropout draws from, or a resume would differ.
-        generator=torch.Generator(),
+        pin_memory=accelerator.device.type == "cuda",
     )
     path = pathlib.Path(args.output_dir) / "metrics.jsonl"
     metrics = Metrics(accelerator, path, steps, batches, dataset, log=log, expert=expert, steps_before=steps_before)
     liveness = GradientLiveness(parameters)
     log.watch(module, optimizer, step=steps_before + steps.start)
     step, losses = steps.start - 1, []
-    for batch in metrics.waiting_for(dataloader):
+    for batch in metrics.waiting_for(loader):
         batch = send_to_device(batch, accelerator.device, non_blocking=True)
         with accelerator.accumulate(model):
             loss = model(batch) * batches.loss_weight(step + 1, len(losses))

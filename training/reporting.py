@@ -243,7 +243,7 @@ class Metrics:
         self.flush()
         self.bar.close()
         self.log.end_training()
-        # Without the first wait, in which workers start, and the last, for the end.
+        # Without the first wait, before which nothing could be loaded, and the last, for the end.
         seconds = sum(self.waits[1:-1])
         share = seconds / (time.perf_counter() - self.start_time)
         self.log.data = {"waiting_seconds": seconds, "waiting_share": share}

@@ -6,6 +6,8 @@ the same places of the global batch; and all processes have equally many tokens 
 epoch does not end a batch: the next one goes on where it stopped.
 """
 
+import collections
+import concurrent.futures
 import hashlib
 import heapq
 import itertools
@@ -276,3 +278,39 @@ def collate(samples):
     # As the stock pipeline: no mask where nothing is padded, since attention without one is another kernel.
     batch["prompt_embeds_mask"] = None if mask.all() else mask
     return batch
+
+
+def load_batches(dataset, plan, *, process_index, steps, num_workers, pin_memory=False):
+    """Yield the micro-batches of one process in the order of training, made ahead in threads.
+
+    Threads and not the processes of torch's loader, which hands batches over through shared memory: containers have
+    little of it, and the handing over alone takes several milliseconds. What a thread does here, reading a file and
+    drawing noise, leaves Python's lock to the training.
+
+    Args:
+        dataset (`TrainingDataset`)
+        plan (`BatchPlan`), process_index (`int`), steps (`range`): See `MicroBatchSampler`.
+        num_workers (`int`): Threads; each is up to two batches ahead. With 0 a batch is made when it is asked for.
+        pin_memory (`bool`): Whether batches are copied to where a GPU can fetch them from while it computes.
+    """
+
+    def load(places):
+        batch = collate([dataset[place] for place in places])
+        if pin_memory:
+            batch = {name: tensor if tensor is None else tensor.pin_memory() for name, tensor in batch.items()}
+        return batch
+
+    places = iter(MicroBatchSampler(plan, process_index=process_index, steps=steps))
+    if num_workers == 0:
+        yield from map(load, places)
+        return
+    with concurrent.futures.ThreadPoolExecutor(num_workers, thread_name_prefix="batches") as pool:
+        ahead = collections.deque(pool.submit(load, place) for place in itertools.islice(places, 2 * num_workers))
+        try:
+            while ahead:
+                batch = ahead.popleft().result()
+                ahead.extend(pool.submit(load, place) for place in itertools.islice(places, 1))
+                yield batch
+        finally:
+            for future in ahead:
+                future.cancel()
