@@ -83,12 +83,17 @@ class Cache:
     def _add(self, kind, key, value):
         line = json.dumps([kind, key, value]) + "\n"
         with self._lock:
-            if self._index is None:
-                self.make_folder()
-                # Line by line, so that a killed run loses nothing.
-                self._index = self._own_index.open("a", buffering=1, encoding="utf-8")
-                self._index.write("\n")  # after a line that it may have left unfinished
-            self._index.write(line)
+            try:
+                if self._index is None:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    # Line by line, so that a killed run loses nothing.
+                    self._index = self._own_index.open("a", buffering=1, encoding="utf-8")
+                    self._index.write("\n")  # after a line that it may have left unfinished
+                self._index.write(line)
+            except OSError:
+                # A cache that is full of entries and cannot be written serves as well; then this is found out again.
+                # Where entries are to be written too, `make_folder` refuses.
+                self._index = open(os.devnull, "w")
 
     def make_folder(self):
         """Make the folder, and check that it can be written.

@@ -22,7 +22,7 @@ from training.launch import gather_from_all
 
 logger = logging.getLogger(__name__)
 
-_ENCODER_PACKAGES = ("torch", "diffusers", "transformers", "tokenizers")
+_ENCODER_PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "ftfy")
 
 # Decoded media that wait for the encoder may take so much.
 _WAITING_BYTES = 2 * 2**30
@@ -35,7 +35,7 @@ _REASONS = {
     "pixels": "whose size, frames or part changed",
     "encoder": "for another encoder or task",
     "code": "for another version of the code or the libraries",
-    "device": "for another kind of device",
+    "device": "for another kind of device, or with other kernels",
 }
 
 
@@ -114,7 +114,8 @@ def plan_encodings(cache, accelerator, items, *, dropped_caption, text_encoder, 
         with the largest of those that are missing first.
     """
     code = code_identity((pipeline_file,), _ENCODER_PACKAGES)
-    common = {"code": code, "encoder": text_encoder, "device": accelerator.device.type}
+    device = [accelerator.device.type, torch.are_deterministic_algorithms_enabled()]
+    common = {"code": code, "encoder": text_encoder, "device": device}
     captions = [(item_name(item.row), item.row.caption) for item in items]
     if dropped_caption is not None:
         captions.append(("the dropped caption", dropped_caption))
@@ -179,6 +180,8 @@ def check_room(cache, num_bytes):
     Raises:
         RefusedError: It has not, or cannot be written.
     """
+    if not num_bytes:
+        return
     cache.make_folder()
     cache.remove_leftovers()
     free = shutil.disk_usage(cache.folder).free
