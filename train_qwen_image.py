@@ -146,21 +146,20 @@ def main(args, log):
     sizes = [item.record["used"]["size"] for item in items]
     laws = [sigma_law(args, pipeline.sigma_shift(scheduler, height, width)) for width, height in sizes]
     batches, last_step = plan_batches(
-        args,
-        items,
-        accelerator.num_processes,
-        resumed=resumed,
-        model=pipeline.describe(skeleton),
+        args, items, accelerator.num_processes, resumed=resumed, model=pipeline.describe(skeleton)
     )
     dropped_caption = DROPPED_CAPTION if args.caption_dropout > 0 else None
     caption_tokens = count_caption_tokens(items, dropped_caption, partial(pipeline.count_prompt_tokens, tokenizer))
+    with refuse_unreadable_model(args):
+        identity = partial(weights_identity, cache, model, dry_run=args.dry_run, **hub)
+        text_encoder, media_encoder = identity(("text_encoder", "tokenizer")), identity(("vae",))
     embeds, latents = plan_encodings(
         cache,
         accelerator,
         items,
         dropped_caption=dropped_caption,
-        text_encoder=weights_identity(cache, model, ("text_encoder", "tokenizer"), **hub),
-        media_encoder=weights_identity(cache, model, ("vae",), **hub),
+        text_encoder=text_encoder,
+        media_encoder=media_encoder,
         pipeline_file=pipeline.__file__,
     )
 

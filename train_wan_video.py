@@ -204,13 +204,16 @@ def main(args, log):
             )
     dropped_caption = DROPPED_CAPTION if args.caption_dropout > 0 else None
     caption_tokens = count_caption_tokens(items, dropped_caption, partial(pipeline.count_prompt_tokens, tokenizer))
-    media_encoder = weights_identity(cache, model, ("vae", "image_encoder", "image_processor"), **hub)
+    with refuse_unreadable_model(args):
+        identity = partial(weights_identity, cache, model, dry_run=args.dry_run, **hub)
+        text_encoder = identity(("text_encoder", "tokenizer"))
+        media_encoder = identity(("vae", "image_encoder", "image_processor"))
     embeds, latents = plan_encodings(
         cache,
         accelerator,
         items,
         dropped_caption=dropped_caption,
-        text_encoder=weights_identity(cache, model, ("text_encoder", "tokenizer"), **hub),
+        text_encoder=text_encoder,
         media_encoder=f"{media_encoder} {task} {variant.expand_timesteps}",
         pipeline_file=pipeline.__file__,
     )

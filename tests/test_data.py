@@ -35,8 +35,8 @@ def train(tiny_model, tmp_path):
     """Function that makes one run in this process and returns its output folder."""
 
     def run(dataset, *flags, out="out", family="qwen_image", config=None):
-        argv = ["--pretrained_model_name_or_path", tiny_model(family), "--output_dir", tmp_path / out, *FLAGS, *flags]
-        argv += [] if "--num_train_epochs" in flags else STEPS
+        argv = ["--pretrained_model_name_or_path", tiny_model(family), "--output_dir", tmp_path / out, *FLAGS]
+        argv += [*([] if "--num_train_epochs" in flags else STEPS), *flags]
         if dataset is not None:
             argv += ["--dataset_path", dataset]
         if config is not None:
@@ -382,6 +382,40 @@ def test_pictures_at_eight_and_clips_at_one_in_one_run(train, photos, clips, tmp
     arguments = json.loads((out / "run.json").read_text())["arguments"]
     assert arguments["height"] is arguments["num_frames"] is arguments["train_batch_size"] is None
     assert arguments["bucket_config"]["64px"] == {"1": [1.0, 3], "5": [1.0, 1]}
+
+
+def test_a_resume_with_batch_sizes_of_their_own(train, data, tmp_path):
+    """Batches of three and of one in one step, over which the loss is the mean of all samples."""
+    for name in ("coffee", "rocket"):
+        Image.open(data / f"{name}.png").resize((200, 160)).save(data / f"{name}.png")
+    config = {"bucket_config": {"64px": {1: [1.0, 3]}, "128px": {1: [1.0, 1]}}}
+    flags = ["--gradient_accumulation_steps", "2", "--checkpointing_steps", "2", "--cache_dir", tmp_path / "cache"]
+    whole = train(data, *flags, "--max_train_steps", "5", out="whole", config=config)
+    sizes = [len(line["samples"]) for line in metrics(whole)]
+    assert len(sizes) == 5 and set(sizes) <= {2, 4, 6} and len(set(sizes)) > 1
+    shutil.rmtree(whole / "checkpoint-4")
+    before = weights(whole)
+    train(data, *flags, "--max_train_steps", "5", "--resume_from_checkpoint", "latest", out="whole", config=config)
+    assert weights(whole) == before and [len(line["samples"]) for line in metrics(whole)] == sizes
+    config["bucket_config"]["64px"][1] = [1.0, 2]
+    with pytest.raises(RefusedError, match="bucket_config is .* and was .* in"):
+        train(data, *flags, "--max_train_steps", "6", "--resume_from_checkpoint", "latest", out="whole", config=config)
+
+
+def test_a_pipeline_from_the_hub_is_told_by_its_commit(train, photos, tiny_qwen_image, encoded, tmp_path, monkeypatch):
+    repo = tmp_path / "hub" / "models--owner--tiny"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(tiny_qwen_image, repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    identity = encoding.weights_identity
+    monkeypatch.setattr(encoding.huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    identities = [identity(None, "owner/tiny", (part,)) for part in ("vae", "text_encoder")]
+    (repo / "refs" / "main").write_text(commit[::-1])
+    shutil.copytree(repo / "snapshots" / commit, repo / "snapshots" / commit[::-1])
+    assert len({*identities, identity(None, "owner/tiny", ("vae",))}) == 3
+    with pytest.raises(OSError, match=r"model_index\.json is not among"):
+        identity(None, "owner/none", ("vae",))
 
 
 # ---------------------------------------------------------------- the report

@@ -9,6 +9,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from training.arguments import CONFIG_ONLY
 from training.errors import RefusedError
 
 
@@ -76,8 +77,9 @@ def find_checkpoint(args):
         # With two experts the first one's length says where the second begins.
         fixed = getattr(args, "expert", None) == "both" and name in ("max_train_steps", "num_train_epochs")
         if now != before and (name not in _MAY_CHANGE or fixed):
+            setting = name if name in CONFIG_ONLY else f"--{name}"
             raise RefusedError(
-                f"--{name} is {now} and was {before} in {path}: a resumed run goes on with the settings it had. Give "
+                f"{setting} is {now} and was {before} in {path}: a resumed run goes on with the settings it had. Give "
                 "the old value, or start a new run."
             )
     return path, state

@@ -154,6 +154,11 @@ class Cache:
         key = digest_of(parts)
         return self.folder / kind / key[:2] / f"{key}.safetensors"
 
+    @property
+    def holds_entries(self):
+        """Whether anything was encoded into it yet."""
+        return any((self.folder / kind).is_dir() for kind in ("captions", "media"))
+
     def remove_leftovers(self):
         """Remove what killed runs left unfinished; what runs write at this moment is younger."""
         for path in self.folder.glob("*/*/*.tmp"):

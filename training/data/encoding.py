@@ -61,7 +61,7 @@ def count_caption_tokens(items, dropped_caption, count_tokens):
     return {caption: kept for caption, (_, kept) in counts.items()}
 
 
-def weights_identity(cache, pretrained_model_name_or_path, subfolders, *, revision=None, variant=None):
+def weights_identity(cache, pretrained_model_name_or_path, subfolders, *, revision=None, variant=None, dry_run=False):
     """Return the digest of the parts of a pipeline: of their files, or for one from the hub of its commit.
 
     Args:
@@ -69,15 +69,26 @@ def weights_identity(cache, pretrained_model_name_or_path, subfolders, *, revisi
         pretrained_model_name_or_path (`str`)
         subfolders (`tuple[str, ...]`): Of the parts.
         revision, variant (`str`, *optional*): As `from_pretrained` takes them.
+        dry_run (`bool`): With nothing in the cache to compare with, tens of gigabytes are not read only for that.
+
+    Raises:
+        OSError: The pipeline is not on this machine.
     """
     if os.path.isdir(pretrained_model_name_or_path):
+        if dry_run and not cache.holds_entries:
+            return "not looked at"
         root = pathlib.Path(pretrained_model_name_or_path)
         files = sorted(path for folder in subfolders for path in (root / folder).rglob("*") if path.is_file())
-        return digest_of([[[str(path.relative_to(root)), cache.digest(path)] for path in files], variant])
+        with concurrent.futures.ThreadPoolExecutor(_MOST_THREADS) as pool:
+            digests = list(pool.map(cache.digest, files))
+        names = [str(path.relative_to(root)) for path in files]
+        return digest_of([list(zip(names, digests, strict=True)), variant])
     # Its configs were read already, so that its commit is known here.
     index = huggingface_hub.try_to_load_from_cache(
         pretrained_model_name_or_path, "model_index.json", revision=revision
     )
+    if not isinstance(index, str):
+        raise OSError("its model_index.json is not among the files that were fetched")
     commit = pathlib.Path(index).parent.name
     return digest_of([pretrained_model_name_or_path, commit, list(subfolders), variant])
 
