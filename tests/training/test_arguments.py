@@ -1,5 +1,7 @@
 """The command line and config files: what is accepted, what is refused, and with which words."""
 
+import json
+
 import pytest
 
 from training.arguments import FLAGS, parse_args
@@ -208,6 +210,89 @@ def test_bad_memory_sizes(text):
 
 def test_memory_size_without_parking():
     assert "no effect without --use_gradient_checkpointing_offload" in refused("--offload_buffer_size", "1GB")
+
+
+WITHOUT_DATASET = [*REQUIRED[:2], *REQUIRED[4:]]
+
+
+def parse_structured(config, text, argv=WITHOUT_DATASET, **values):
+    return parse_args([*argv, *config(text)], description="", values=VALUES | values)
+
+
+def test_several_datasets(config):
+    args = parse_structured(
+        config, "datasets: [{dataset_path: a, dataset_repeat: 3}, {dataset_path: b, media_column: x}]"
+    )
+    plain = {"dataset_metadata": None, "media_column": None, "caption_column": None, "dataset_repeat": 1}
+    assert args.datasets == [
+        plain | {"dataset_path": "a", "dataset_repeat": 3},
+        plain | {"dataset_path": "b", "media_column": "x"},
+    ]
+    assert args.dataset_path is None and args.dataset_repeat is None
+    assert parse().datasets is None and parse().dataset_repeat == 1
+
+
+def test_bucket_config(config):
+    text = "bucket_config:\n  480p: {1: [1.0, 8]}\n  256px: {1: [0.5, 16]}\n  64x32: {1: [1, 2]}"
+    args = parse_structured(config, text, REQUIRED)
+    assert args.bucket_config == {"480p": {"1": [1.0, 8]}, "256px": {"1": [0.5, 16]}, "64x32": {"1": [1.0, 2]}}
+    for name in ("height", "width", "max_pixels", "train_batch_size"):
+        assert getattr(args, name) is None
+    # As run.json has it, given back.
+    again = json.dumps({"bucket_config": args.bucket_config, "datasets": None, "height": None})
+    assert parse_structured(config, again, REQUIRED).bucket_config == args.bucket_config
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("datasets: a", "datasets must be a list of settings with a dataset_path each"),
+        ("datasets: []", "datasets must be a list"),
+        ("datasets: [{dataset_repeat: 2}]", "dataset 1 has no dataset_path"),
+        (
+            "datasets: [{dataset_path: a}, {dataset_pat: b}]",
+            "dataset 2: unknown key 'dataset_pat'; the nearest is dataset_path",
+        ),
+        ("datasets: [{dataset_path: a, dataset_repeat: 0}]", "dataset 1: --dataset_repeat is '0'; allowed is a whole"),
+        (
+            "datasets: [{dataset_path: a}]\ndataset_repeat: 2",
+            "Give --dataset_repeat, or datasets in a config file, not both",
+        ),
+        (
+            "bucket_config: {512px: {1: [1.0, 8]}}\nmax_pixels: 999",
+            "Give --max_pixels, or bucket_config in a config file",
+        ),
+        ("bucket_config: {512px: {1: [1.0, 8]}}\ntrain_batch_size: 1", "Give --train_batch_size, or bucket_config"),
+        ("bucket_config: 5", "bucket_config must map sizes to frames"),
+        ("bucket_config: {512px: 5}", "512px has '5'"),
+        ("bucket_config: {512: {1: [1.0, 8]}}", "'512' is no size; allowed are"),
+        ("bucket_config: {axb: {1: [1.0, 8]}}", "'axb' is no size"),
+        ("bucket_config: {512px: {2: [1.0, 8]}}", "512px has 2: .*allowed are frames 4n"),
+        ("bucket_config: {512px: {1: [0.0, 8]}}", "share above 0 to 1"),
+        ("bucket_config: {512px: {1: [1.5, 8]}}", "share above 0 to 1"),
+        ("bucket_config: {512px: {1: [1.0, 0]}}", "batch size of at least 1"),
+        ("bucket_config: {512px: {1: 8}}", "512px has 1: '8'"),
+        ("bucket_config: {512px: {5: [1.0, 8]}}", "512px has 5 frames; allowed for pictures is 1"),
+        ("bucket_config: {100x64: {1: [1.0, 8]}}", "a side of 100x64 is 100; allowed are multiples of 16, such as 96"),
+        ("bucket_config: {8px: {1: [1.0, 8]}}", "bucket_config: 8px is 64; allowed is at least 256"),
+        ("bucket_confg: {}", "unknown key 'bucket_confg'; the nearest is bucket_config"),
+    ],
+)
+def test_structured_settings_are_refused_by_place(config, text, said):
+    argv = WITHOUT_DATASET if "datasets" in text else REQUIRED
+    with pytest.raises(RefusedError, match=said):
+        parse_structured(config, text, argv)
+
+
+def test_datasets_and_a_dataset_path_contradict_each_other(config):
+    with pytest.raises(RefusedError, match="Give --dataset_path, or datasets in a config file, not both"):
+        parse_structured(config, "datasets: [{dataset_path: a}]", REQUIRED)
+    with pytest.raises(RefusedError, match="unknown flag --datasets|Unknown flag --datasets"):
+        parse("--datasets", "x")
+
+
+def test_the_cache_is_in_the_output_folder(config):
+    assert parse().cache_dir == "out/cache" and parse("--cache_dir", "elsewhere").cache_dir == "elsewhere"
 
 
 def test_missing_config_file():
