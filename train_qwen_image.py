@@ -40,7 +40,6 @@ from functools import partial
 
 import torch
 from diffusers import QwenImagePipeline
-from diffusers.training_utils import free_memory
 
 from memory.log import MemoryLog, OutOfMemory
 from pipelines import qwen_image as pipeline
@@ -210,22 +209,24 @@ def main(args, log):
 
     # ---- the encoders, each used once and let go, if anything is to be encoded
     check_room(cache, forecast.cache_bytes)
-    if embeds.missing:
-        with refuse_unreadable_model(args):
-            prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
-        log.point("text encoder")
-        encode_missing(embeds, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
-        del prompt_encoder
-        free_memory()
-    if latents.missing:
-        with refuse_unreadable_model(args):
-            vae = pipeline.load_vae(model, device=accelerator.device, **hub)
-        log.point("VAE")
-        read = read_unchanged(cache, read_picture)
-        encode_missing(latents, partial(pipeline.encode_image, vae), accelerator, read=read)
-        log.point("caching done")
-        del vae
-        free_memory()
+    or_refuse = refuse_unreadable_model(args)
+    encode_missing(
+        embeds,
+        accelerator,
+        log,
+        load=or_refuse(partial(pipeline.load_prompt_encoder, model, device=accelerator.device, **hub)),
+        encode=pipeline.encode_prompt,
+        points=("text encoder",),
+    )
+    encode_missing(
+        latents,
+        accelerator,
+        log,
+        load=or_refuse(partial(pipeline.load_vae, model, device=accelerator.device, **hub)),
+        encode=pipeline.encode_image,
+        read=read_unchanged(cache, read_picture),
+        points=("VAE", "caching done"),
+    )
     log.point("encoders gone")
     dataset = TrainingDataset(
         [item.row.id for item in items],

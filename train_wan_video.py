@@ -269,22 +269,24 @@ def main(args, log):
 
     # ---- the encoders, each used once and let go, if anything is to be encoded
     check_room(cache, forecast.cache_bytes)
-    if embeds.missing:
-        with refuse_unreadable_model(args):
-            prompt_encoder = pipeline.load_prompt_encoder(model, device=accelerator.device, **hub)
-        log.point("text encoder")
-        encode_missing(embeds, partial(pipeline.encode_prompt, prompt_encoder), accelerator)
-        del prompt_encoder
-        free_memory()
-    if latents.missing:
-        with refuse_unreadable_model(args):
-            clip_encoder = pipeline.load_clip_encoder(model, device=accelerator.device, **hub)
-        log.point("VAE")
-        read = read_unchanged(cache, read_clip)
-        encode_missing(latents, partial(pipeline.encode_clip, clip_encoder, task=task), accelerator, read=read)
-        log.point("caching done")
-        del clip_encoder
-        free_memory()
+    or_refuse = refuse_unreadable_model(args)
+    encode_missing(
+        embeds,
+        accelerator,
+        log,
+        load=or_refuse(partial(pipeline.load_prompt_encoder, model, device=accelerator.device, **hub)),
+        encode=pipeline.encode_prompt,
+        points=("text encoder",),
+    )
+    encode_missing(
+        latents,
+        accelerator,
+        log,
+        load=or_refuse(partial(pipeline.load_clip_encoder, model, device=accelerator.device, **hub)),
+        encode=partial(pipeline.encode_clip, task=task),
+        read=read_unchanged(cache, read_clip),
+        points=("VAE", "caching done"),
+    )
     log.point("encoders gone")
 
     def train_expert(expert, steps_before):

@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -11,6 +12,7 @@ import shutil
 
 import huggingface_hub
 import torch
+from diffusers.training_utils import free_memory
 from tqdm.auto import tqdm
 
 from training.data.cache import code_identity, digest_of, is_complete, read_entry, write_entry
@@ -203,25 +205,34 @@ def check_room(cache, num_bytes):
         )
 
 
-def encode_missing(encodings, encode, accelerator, *, read=None):
-    """Encode what is missing: each process a part, one entry at a time.
+def encode_missing(encodings, accelerator, log, *, load, encode, read=None, points=()):
+    """Load an encoder if anything is missing, encode it, each process a part, one entry at a time, and let it go.
 
     One at a time, because the bits of a result would depend on what else is in the batch: then an entry that is made
     anew would differ from one that was made in a full run. Media are decoded in threads, and written in them.
 
     Args:
         encodings (`Encodings`)
-        encode (`Callable`): From what `read` returns to the tensors of an entry, or to one tensor, `prompt_embeds`.
         accelerator (`Accelerator`)
+        log (`MemoryLog`)
+        load (`Callable[[], object]`): Returns the encoder.
+        encode (`Callable`):
+            From the encoder and what `read` returns to the tensors of an entry, or to one tensor, `prompt_embeds`.
         read (`Callable`, *optional*): From what an entry is made of to the input of `encode`, on the CPU.
+        points (`tuple[str, ...]`): Of the log: when the encoder is loaded, and when it is done.
 
     Raises:
         RefusedError: An item cannot be read, or a result is not finite; on all processes.
     """
+    if not encodings.missing:
+        return
+    encoder = load()
+    for point in points[:1]:
+        log.point(point)
     share = list(encodings.missing.items())[accelerator.process_index :: accelerator.num_processes]
     problem = None
     try:
-        _encode_share(share, encodings.kind, encode, read, accelerator)
+        _encode_share(share, encodings.kind, functools.partial(encode, encoder), read, accelerator)
     except (RefusedError, OSError) as error:
         problem = str(error)
     problems = list(filter(None, gather_from_all(accelerator, problem)))
@@ -233,6 +244,10 @@ def encode_missing(encodings, encode, accelerator, *, read=None):
             f"--cache_dir: what one process wrote another does not see (such as {(absent or encodings.paths)[0]}); "
             "give a folder that all machines share."
         )
+    for point in points[1:]:
+        log.point(point)
+    del encoder
+    free_memory()
 
 
 def _encode_share(share, kind, encode, read, accelerator):

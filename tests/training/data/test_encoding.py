@@ -26,13 +26,27 @@ def media(tmp_path, num_items):
     return Encodings("media", list(missing), missing)
 
 
+def run(encodings, encode, read):
+    """Encode in this process, with an encoder that is loaded once."""
+    loaded = []
+    encode_missing(
+        encodings,
+        ONE_PROCESS,
+        None,
+        load=lambda: loaded.append(None) or "encoder",
+        encode=lambda encoder, pixels: encode(pixels) if encoder == "encoder" else None,
+        read=read,
+    )
+    assert len(loaded) == 1
+
+
 def read(item):
     return torch.full((3,), float(item.row.id))
 
 
 def test_entries_are_made_of_their_own_item(tmp_path):
     encodings = media(tmp_path, 40)
-    encode_missing(encodings, lambda pixels: {"latents": pixels * 2}, ONE_PROCESS, read=read)
+    run(encodings, lambda pixels: {"latents": pixels * 2}, read)
     for n, path in enumerate(encodings.paths):
         assert torch.equal(read_entry(path)["latents"], torch.full((3,), 2.0 * n))
 
@@ -44,12 +58,7 @@ def test_decoding_goes_on_while_the_encoder_works(tmp_path):
 
     encodings = media(tmp_path, 20)
     start = time.perf_counter()
-    encode_missing(
-        encodings,
-        lambda pixels: slow(0.05, {"latents": pixels}),
-        ONE_PROCESS,
-        read=lambda item: slow(0.05, read(item)),
-    )
+    run(encodings, lambda pixels: slow(0.05, {"latents": pixels}), lambda item: slow(0.05, read(item)))
     assert time.perf_counter() - start < 0.075 * 20
 
 
@@ -65,7 +74,7 @@ def test_problems_are_refused_by_name_and_leave_nothing_half_done(tmp_path, prob
     encodings = media(tmp_path, 6)
     said = {"nan": "3: its latents are not finite numbers", "disk": "No space"}.get(problem, "3 cannot be used")
     with pytest.raises(RefusedError, match=said):
-        encode_missing(encodings, lambda pixels: {"latents": pixels}, ONE_PROCESS, read=read_or_fail)
+        run(encodings, lambda pixels: {"latents": pixels}, read_or_fail)
     assert not is_complete(encodings.paths[3]) and not list(tmp_path.glob("*/*/*.tmp"))
 
 
@@ -102,18 +111,19 @@ def test_processes_wait_longer_than_collectives_may_take(on_two_processes, tmp_p
             cache = Cache(sys.argv[2], accelerator.process_index)
             missing = {cache.path("captions", {"n": n}): str(n) for n in range(8)}
 
-            def encode(caption):
+            def encode(encoder, caption):
                 time.sleep(2 if int(caption) % 2 == 0 else 0)
                 return torch.full((2, 3), float(caption))
 
-            encode_missing(Encodings("captions", list(missing), missing), encode, accelerator)
+            encodings = Encodings("captions", list(missing), missing)
+            encode_missing(encodings, accelerator, None, load=lambda: None, encode=encode)
             assert all(map(is_complete, missing))
 
-            def fail(caption):
+            def fail(encoder, caption):
                 return torch.full((2, 3), float("nan" if int(caption) == 3 else 1))
 
             try:
-                encode_missing(Encodings("captions", list(missing), missing), fail, accelerator)
+                encode_missing(encodings, accelerator, None, load=lambda: None, encode=fail)
             except RefusedError as error:
                 print("refused on", accelerator.process_index, error, flush=True)
             accelerator.end_training()
