@@ -83,6 +83,11 @@ def read_back(folder, **kwargs):
     return {row.id: row.caption for row in rows}
 
 
+def kept_of(table):
+    """Returns the folder that keeps what was measured until the table is complete."""
+    return table.with_name(f".{table.name}.partial")
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """Names of all that was measured, in the order in which it was."""
@@ -123,6 +128,7 @@ def test_the_columns_are_open_soras(mixed, capsys):
     ]
     assert capsys.readouterr().out == f"2 pictures and 2 clips in {table}\n"
     assert sorted(path.name for path in mixed.glob("*metadata*")) == ["metadata.csv"]
+    assert not kept_of(table).exists()
 
 
 def test_pandas_reads_numbers_and_leaves_the_rate_of_pictures_empty(mixed):
@@ -257,9 +263,9 @@ def test_a_stopped_run_goes_on_and_measures_what_has_changed(mixed, monkeypatch,
             make(mixed, "--num_workers", 1)
     assert measured == ["clip.mp4", "frames", "sub/a b.png"]
     assert not (mixed / "metadata.csv").exists()
-    journal = mixed / "metadata.csv.partial.jsonl"
+    (index,) = kept_of(mixed / "metadata.csv").iterdir()
     # Killed amid a line: the last item is not known.
-    journal.write_text(journal.read_text()[:-20])
+    index.write_text(index.read_text()[:-20])
     measured.clear()
 
     with monkeypatch.context() as context:
@@ -275,7 +281,7 @@ def test_a_stopped_run_goes_on_and_measures_what_has_changed(mixed, monkeypatch,
     (mixed / "clip.txt").write_text("a new text")
     make(mixed)
     assert sorted(measured) == ["frames", "turned.jpg"]
-    assert not journal.exists()
+    assert not kept_of(mixed / "metadata.csv").exists()
     rows = {row["path"]: row for row in read_csv(mixed / "metadata.csv")}
     assert [rows["frames"][name] for name in ("width", "height", "num_frames")] == ["20", "40", "3"]
     assert [rows["clip.mp4"][name] for name in ("text", "num_frames")] == ["a new text", "5"]
@@ -312,29 +318,36 @@ def test_a_frame_more_or_less_is_a_change(mixed, measured):
         assert sorted(measured) == ["clip.mp4", "frames"]
 
 
-def test_a_file_of_the_same_size_in_bytes_is_measured_if_its_time_is_another(tmp_path, measured):
+def test_what_is_kept_goes_by_content_and_not_by_size_time_or_name(tmp_path, measured):
     before = write_picture(tmp_path / "a.bmp", (32, 16)).stat()
-    write_picture(tmp_path / "b.png").write_bytes(b"no picture")
+    write_picture(tmp_path / "b.bmp", (24, 24))
+    write_picture(tmp_path / "bad.png").write_bytes(b"no picture")
     refused(tmp_path)
     after = write_picture(tmp_path / "a.bmp", (16, 32)).stat()
     assert after.st_size == before.st_size
-    os.utime(tmp_path / "a.bmp", ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    os.utime(tmp_path / "a.bmp", ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(tmp_path / "b.bmp", (1, 1))
+    for suffix in (".bmp", ".txt"):
+        (tmp_path / f"b{suffix}").rename(tmp_path / f"c{suffix}")
     measured.clear()
     make(tmp_path, "--on_bad_sample", "skip")
-    assert sorted(measured) == ["a.bmp", "b.png"]
-    assert read_csv(tmp_path / "metadata.csv")[0]["height"] == "32"
+    assert sorted(measured) == ["a.bmp", "bad.png"]
+    assert [(row["path"], row["height"]) for row in read_csv(tmp_path / "metadata.csv")] == [
+        ("a.bmp", "32"),
+        ("c.bmp", "24"),
+    ]
 
 
-def test_files_are_in_the_journal_before_slower_ones_are_done(mixed, monkeypatch):
-    journal = mixed / "metadata.csv.partial.jsonl"
+def test_files_are_kept_before_slower_ones_are_done(mixed, monkeypatch):
     measure, seen = videos.measure, []
 
     def wait(media, name, fps):
         if name == "clip.mp4":
             deadline = time.monotonic() + 10
-            while len(make_metadata.read_journal(journal)) < 3 and time.monotonic() < deadline:
+            while len(seen) < 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            seen.extend(make_metadata.read_journal(journal))
+                lines = [path.read_text() for path in kept_of(mixed / "metadata.csv").glob("index-*")]
+                seen[:] = [line for line in "".join(lines).split("\n") if line.startswith('["measured"')]
         return measure(media, name, fps)
 
     monkeypatch.setattr(videos, "measure", wait)
@@ -342,32 +355,69 @@ def test_files_are_in_the_journal_before_slower_ones_are_done(mixed, monkeypatch
     assert len(seen) == 3
 
 
-def test_all_bad_files_are_listed_and_the_rest_is_kept(mixed, capsys, measured):
+def test_a_full_disk_leaves_no_table(mixed, monkeypatch, measured):
+    table = mixed / "metadata.csv"
+    make(mixed)
+    before = table.read_bytes()
+
+    def fill(records, path, suffix):
+        path.write_text(HEADER)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(make_metadata, "write_table", fill)
+        with pytest.raises(OSError, match="No space left"):
+            make(mixed, "--overwrite")
+    assert table.read_bytes() == before
+    measured.clear()
+    make(mixed, "--overwrite")
+    assert measured == [] and table.read_bytes() == before
+
+
+def test_the_number_of_workers_is_how_many_files_are_decoded_at_a_time(tmp_path, monkeypatch):
+    for k in range(8):
+        write_picture(tmp_path / f"{k}.png", (20 + k, 20))
+    measure, running, most = videos.measure, [], []
+
+    def count(media, name, fps):
+        running.append(name)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.remove(name)
+        return measure(media, name, fps)
+
+    monkeypatch.setattr(videos, "measure", count)
+    for num_workers in (1, 3):
+        most.clear()
+        make(tmp_path, "--num_workers", num_workers, "--overwrite")
+        assert max(most) == num_workers
+
+
+def test_all_bad_files_are_listed_and_the_rest_is_kept(mixed, capsys, caplog, measured):
     (mixed / "clip.mp4").write_bytes((mixed / "clip.mp4").read_bytes()[:-500])
     (mixed / "sub" / "a b.png").write_bytes(b"no picture")
     (mixed / "gone.png").symlink_to("nowhere.png")
     (mixed / "gone.txt").write_text("gone")
     message = refused(mixed)
     assert message.startswith("3 of 5 items cannot be used:\n  clip.mp4 cannot be used: it is cut off")
-    assert "\n  gone.png cannot be used: No such file" in message
+    assert "\n  gone.png cannot be read: No such file" in message
     assert "\n  sub/a b.png is not a picture that Pillow can read (10 bytes).\n" in message
-    assert f"kept in {mixed / 'metadata.csv.partial.jsonl'}" in message
+    assert "--on_bad_sample skip" in message
+    assert f"kept in {kept_of(mixed / 'metadata.csv')}" in message
     assert not (mixed / "metadata.csv").exists()
 
     measured.clear()
-    capsys.readouterr()
     make(mixed, "--on_bad_sample", "skip")
     assert sorted(measured) == ["clip.mp4", "sub/a b.png"]
-    out, err = capsys.readouterr()
-    assert out == f"1 pictures and 1 clips in {mixed / 'metadata.csv'}\n"
-    assert "3 of 5 items are skipped" in err and "\n  clip.mp4 cannot be used: it is cut off" in err
+    assert capsys.readouterr().out == f"1 pictures and 1 clips in {mixed / 'metadata.csv'}\n"
+    assert "3 of 5 items are left out:\n  clip.mp4 cannot be used: it is cut off" in caplog.text
     assert [row["path"] for row in read_csv(mixed / "metadata.csv")] == ["frames", "turned.jpg"]
 
 
 def test_nothing_but_bad_files_is_refused(tmp_path):
     write_picture(tmp_path / "a.png").write_bytes(b"no picture")
     message = refused(tmp_path, "--on_bad_sample", "skip")
-    assert message.startswith("1 of 1 items cannot be used:\n  a.png is not a picture")
+    assert message.startswith("All 1 items cannot be used:\n  a.png is not a picture")
     assert not (tmp_path / "metadata.csv").exists()
 
 
@@ -375,9 +425,14 @@ def test_missing_captions_are_refused_unless_allowed(mixed, measured):
     (mixed / "clip.txt").unlink()
     (mixed / "turned.txt").write_text(" \n")
     message = refused(mixed)
-    assert "captions: 2 found, 1 empty, 1 missing" in message and "--allow_missing_captions" in message
-    assert "\n  turned.jpg: caption empty\n  clip.mp4: caption missing" in message
-    assert measured == []
+    assert message.startswith(
+        "2 of 4 items cannot be used:\n  clip.mp4: caption missing\n  turned.jpg: caption empty\n"
+    )
+    assert "--allow_missing_captions" in message
+    assert sorted(measured) == ["frames", "sub/a b.png"]
+    make(mixed, "--on_bad_sample", "skip")
+    assert [row["path"] for row in read_csv(mixed / "metadata.csv")] == ["frames", "sub/a b.png"]
+    (mixed / "metadata.csv").unlink()
     make(mixed, "--allow_missing_captions")
     assert [row["text"] for row in read_csv(mixed / "metadata.csv")] == ["", "frames", "a picture", ""]
 
@@ -420,9 +475,12 @@ def test_the_script_itself(mixed):
     done = run("mixed", "--num_worker", 2, cwd=mixed.parent)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: unrecognized arguments: --num_worker 2\n"
-    done = run("mixed", cwd=mixed.parent)
+    (mixed / "bad.png").write_bytes(b"no picture")
+    (mixed / "bad.txt").write_text("bad")
+    done = run("mixed", "--on_bad_sample", "skip", cwd=mixed.parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"2 pictures and 2 clips in {mixed / 'metadata.csv'}\n"
+    assert "1 of 5 items are left out:\n  bad.png is not a picture" in done.stderr
 
 
 def test_help_comes_before_torch(tmp_path):

@@ -535,6 +535,8 @@ def _first_line(error):
 
 
 def _read_delimited(text, name, delimiter):
+    # Python's limit guards against quotes that are never closed in streams; here all of the text is in memory already.
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     # newline="" keeps the line ends inside a caption; strict refuses stray quotes, which would change one.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     header, records, problems, line = None, [], [], 1

@@ -382,6 +382,22 @@ def test_rows_that_repeat_a_file_are_refused(tmp_path):
     assert "a.jpg (metadata.csv line 4): it repeats the file of metadata.csv line 2" in refused(tmp_path)
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".txt"])
+def test_a_caption_has_no_largest_length(tmp_path, suffix):
+    # Python's csv module refuses fields of more than 131072 characters, a limit of the whole process.
+    before = csv.field_size_limit(131072)
+    caption = "日本語, " * 30000 + "end"
+    try:
+        if suffix == ".txt":
+            folder_of(tmp_path, {"a.png": caption})
+        else:
+            write(tmp_path / "a.png")
+            write_table(tmp_path / f"metadata{suffix}", ["file_name", "text"], [["a.png", caption]])
+        assert pairs(read_rows(tmp_path)) == [("a.png", caption)]
+    finally:
+        csv.field_size_limit(before)
+
+
 @pytest.mark.parametrize(
     ("table", "expected"),
     [
