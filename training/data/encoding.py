@@ -158,6 +158,11 @@ def _pixel_bytes(item):
     return 12 * used["size"][0] * used["size"][1] * used["frames"]
 
 
+def _short(parts):
+    """Return the parts of a key so that they can be compared, in few bytes: there may be many items."""
+    return [f"{name}={digest_of(value)[:8]}" for name, value in parts.items()]
+
+
 def _plan(cache, accelerator, kind, wanted):
     """Return the `Encodings` of (name, parts of the key, what it is made of), and say what is missing and why."""
     paths = [cache.path(kind, parts) for _, parts, _ in wanted]
@@ -166,11 +171,11 @@ def _plan(cache, accelerator, kind, wanted):
     there = gather_from_all(accelerator, there)[0]
     missing, reasons = {}, collections.defaultdict(list)
     for path, (name, parts, made_of) in zip(paths, wanted, strict=True):
-        last = cache.last_parts(f"{kind} {name}")
         if there[path] or path in missing:
             continue
         missing[path] = made_of
-        differing = [] if last is None else [part for part in parts if parts[part] != last.get(part)]
+        last = cache.last_parts(f"{kind} {name}")
+        differing = [] if last is None else [part.split("=")[0] for part in _short(parts) if part not in last.split()]
         known = " and ".join(_REASONS[part] for part in differing) or "that are no longer in the cache"
         reasons["that are new" if last is None else known].append(os.path.basename(name))
     num_entries = len(there)
@@ -179,7 +184,7 @@ def _plan(cache, accelerator, kind, wanted):
         logger.info("cache: %d %s %s are to be encoded:\n%s", len(names), kind, reason, first_five(names))
     if accelerator.is_main_process:
         for name, parts, _ in wanted:
-            cache.last_parts(f"{kind} {name}", parts)
+            cache.last_parts(f"{kind} {name}", " ".join(_short(parts)))
     return Encodings(kind, paths, missing)
 
 
