@@ -202,13 +202,13 @@ def main(args, log):
     )
     if never_trained:
         accelerator.print(f"never trained, since they get no gradient: {', '.join(never_trained)}")
+    check_room(cache, forecast.cache_bytes)
     if args.dry_run:
         if accelerator.is_main_process:
             draw_contact_sheet(output_dir / "contact_sheet.png", items, read_picture)
         return forecast
 
     # ---- the encoders, each used once and let go, if anything is to be encoded
-    check_room(cache, forecast.cache_bytes)
     or_refuse = refuse_unreadable_model(args)
     encode_missing(
         embeds,

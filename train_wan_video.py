@@ -262,13 +262,13 @@ def main(args, log):
         last_step=last_step,
         num_tokens=variant.num_tokens,
     )
+    check_room(cache, forecast.cache_bytes)
     if args.dry_run:
         if accelerator.is_main_process:
             draw_contact_sheet(output_dir / "contact_sheet.png", items, read_clip)
         return forecast
 
     # ---- the encoders, each used once and let go, if anything is to be encoded
-    check_room(cache, forecast.cache_bytes)
     or_refuse = refuse_unreadable_model(args)
     encode_missing(
         embeds,

@@ -146,6 +146,20 @@ def test_what_changes_is_encoded_anew_and_said(train, data, encoded, caplog, tmp
     assert all(map(encoding.is_complete, (tmp_path / "cache" / "media").glob("*/*")))
 
 
+def test_a_dry_run_does_not_count_as_encoding(train, data, caplog, tmp_path):
+    caplog.set_level("INFO")
+    flags = [*SIZE, "--cache_dir", tmp_path / "cache"]
+    for mode in (["--dry_run"], []):
+        caplog.clear()
+        train(data, *flags, *mode)
+        assert "5 captions that are new are to be encoded" in caplog.text
+    (data / "coffee.txt").write_text("tea")
+    for mode in (["--dry_run"], []):
+        caplog.clear()
+        train(data, *flags, *mode)
+        assert "1 captions whose caption changed are to be encoded:\n  coffee.png" in caplog.text
+
+
 def test_another_encoder_makes_other_entries(train, photos, tiny_qwen_image, encoded, tmp_path):
     flags = [*SIZE, "--cache_dir", tmp_path / "cache"]
     train(photos, *flags)
@@ -432,6 +446,8 @@ def test_the_report_of_a_dry_run(train, data, capsys, caplog, tmp_path):
     assert "tokens per optimizer step: 32 to 32" in printed
     assert "tiny.png: 20x16 to 64x64, 4.0 times" in caplog.text
     assert "1 captions are cut" in caplog.text and "1024 kept: 'rocket rocket" in caplog.text
+    (cut,) = [line for line in records(out) if line["reason"]]
+    assert cut["id"] == "rocket.png" and cut["reason"].endswith(" to 1024 tokens")
     with Image.open(out / "contact_sheet.png") as sheet:
         assert sheet.format == "PNG" and sheet.width > 6 * 200
         # The red picture is the sixth.

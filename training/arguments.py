@@ -445,7 +445,7 @@ def _read_config(path, kinds):
         raise RefusedError(f"--config: there is no file {path}.")
     try:
         # Everything stays text, so that `no`, `1e-5` and `007` mean what they would mean on the command line.
-        content = yaml.load(file.read_text(encoding="utf-8-sig"), Loader=yaml.BaseLoader)
+        content = yaml.load(file.read_text(encoding="utf-8-sig"), Loader=_unique_keys(yaml))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RefusedError(f"--config: {path} is not YAML: {' '.join(str(error).split())}.") from None
     if content in (None, ""):
@@ -485,6 +485,21 @@ def _read_config(path, kinds):
                 value = ",".join(value)
             settings[key] = _convert_in(path, key, kinds, value)
     return settings
+
+
+def _unique_keys(yaml):
+    """Return a loader of texts that refuses a key which stands twice, of which the first would be ignored."""
+
+    class Loader(yaml.BaseLoader):
+        def construct_mapping(self, node, deep=False):
+            mapping = super().construct_mapping(node, deep)
+            if len(mapping) < len(node.value):
+                keys = [key.value for key, _ in node.value]
+                twice = next(key for key in keys if keys.count(key) > 1)
+                raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+            return mapping
+
+    return Loader
 
 
 def _read_datasets(path, value, kinds):
@@ -528,6 +543,8 @@ def _read_bucket_config(path, value):
                 share, batch_size = entry
                 parsed = [_fraction(share), _positive_int(batch_size)]
                 if _positive_int(num_frames) != round_down_frames(int(num_frames)) or not parsed[0]:
+                    raise ValueError
+                if str(int(num_frames)) in buckets[size]:
                     raise ValueError
             except (ValueError, TypeError):
                 raise RefusedError(

@@ -29,7 +29,7 @@ _MAY_CHANGE = {
     *("train_batch_size", "gradient_accumulation_steps"),
     # What they say of the items is compared instead.
     *("datasets", "cache_dir", "on_bad_sample", "allow_missing_captions", "dataloader_num_workers"),
-    *("media_column", "caption_column"),
+    *("media_column", "caption_column", "dataset_repeat"),
 }
 
 

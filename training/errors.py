@@ -24,8 +24,12 @@ def exit_codes(*failures):
     try:
         yield
     except (RefusedError, FailedError, *failures) as error:
-        rank = f" (process {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-        print(f"error{rank}: {error}", file=sys.stderr)
+        rank, text = "", str(error)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            rank = f" (process {os.environ['RANK']})"
+            # A list stands there once.
+            text = text if os.environ["RANK"] == "0" else text.partition("\n")[0]
+        print(f"error{rank}: {text}", file=sys.stderr)
         sys.exit(2 if isinstance(error, RefusedError) else 1)
 
 

@@ -275,6 +275,9 @@ def test_bucket_config(config):
         ("bucket_config: {512px: {5: [1.0, 8]}}", "512px has 5 frames; allowed for pictures is 1"),
         ("bucket_config: {100x64: {1: [1.0, 8]}}", "a side of 100x64 is 100; allowed are multiples of 16, such as 96"),
         ("bucket_config: {8px: {1: [1.0, 8]}}", "bucket_config: 8px is 64; allowed is at least 256"),
+        ("bucket_config: {512px: {1: [1.0, 8], 01: [1.0, 4]}}", "512px has 01"),
+        ("bucket_config:\n  512px: {1: [1.0, 8]}\n  512px: {1: [1.0, 4]}", "the key '512px' stands twice"),
+        ("lora_rank: 4\nlora_rank: 8", "the key 'lora_rank' stands twice"),
         ("bucket_confg: {}", "unknown key 'bucket_confg'; the nearest is bucket_config"),
     ],
 )

@@ -3,7 +3,7 @@
 One unit of the order is a micro-batch of all processes together: `train_batch_size * num_processes` samples of one
 size. Process r takes its r-th part. So one process with twice the batch size sees what two processes see, at
 the same places of the global batch; and all processes have equally many tokens at any moment, so that none waits. An
-epoch does not end a batch: the next one goes on where it stopped.
+epoch does not end a batch: what is missing of its last one, of each size, comes from the next epoch.
 """
 
 import collections
@@ -46,15 +46,19 @@ class BatchPlan:
         self.samples_per_micro_batch = None if several else self.batch_sizes[0] * num_processes
         self.samples_per_step = None if several else self.samples_per_micro_batch * gradient_accumulation_steps
         self.identity = {}  # what a checkpoint remembers of the run, from `plan_batches`
-        self._units, self._samples_before = [], [0]
-        self._stream = self._unit_stream(sizes, repeats, seed)
+        self._units, self._times, self._samples_before = [], [], [0]
+        self._buckets = {}
+        for index, (size, batch_size, repeat) in enumerate(zip(sizes, self.batch_sizes, repeats, strict=True)):
+            self._buckets.setdefault((size, batch_size), []).extend([index] * repeat)
+        self._stream = self._unit_stream(seed)
 
     def micro_batches(self, step):
         """Return the micro-batches of an optimizer step, counted from 1: of each the items of all processes."""
         first = (step - 1) * self.gradient_accumulation_steps
         last = first + self.gradient_accumulation_steps
         while len(self._units) < last:
-            unit = next(self._stream)
+            time, unit = next(self._stream)
+            self._times.append(time)
             self._units.append(unit)
             self._samples_before.append(self._samples_before[-1] + len(unit))
         return self._units[first:last]
@@ -79,11 +83,12 @@ class BatchPlan:
         return self._samples_before[(step - 1) * self.gradient_accumulation_steps]
 
     def steps_for(self, num_epochs):
-        """Return how many optimizer steps take all samples of `num_epochs` epochs."""
-        needed = num_epochs * self.samples_per_epoch
-        if self.samples_per_step is not None:
-            return -(-needed // self.samples_per_step)
-        return next(step for step in itertools.count(1) if self.samples_before(step + 1) >= needed)
+        """Return how many optimizer steps take every sample of `num_epochs` epochs."""
+        num_units = sum(
+            -(-num_epochs * len(indices) // (batch_size * self.num_processes))
+            for (_, batch_size), indices in self._buckets.items()
+        )
+        return -(-num_units // self.gradient_accumulation_steps)
 
     def describe(self, last_step):
         """Return one line on the length of a run of `last_step` optimizer steps, for a person."""
@@ -101,28 +106,29 @@ class BatchPlan:
 
     def epoch(self, step):
         """Return the epoch, from 0, in which an optimizer step begins."""
-        return self.samples_before(step) // self.samples_per_epoch
+        self.micro_batches(step)
+        return int(self._times[(step - 1) * self.gradient_accumulation_steps])
 
-    def _unit_stream(self, sizes, repeats, seed):
-        """Yield units for ever, each size in proportion to its number of items."""
-        buckets = {}
-        for index, (size, batch_size, repeat) in enumerate(zip(sizes, self.batch_sizes, repeats, strict=True)):
-            buckets.setdefault((size, batch_size), []).extend([index] * repeat)
+    def _unit_stream(self, seed):
+        """Yield (time in epochs, unit) for ever, each size in proportion to its number of items."""
         # Each bucket lays its units out over time, one somewhere in each slot of its own length; merged by time they
         # mix at random and yet keep every item in step with the others.
         streams = [
             self._bucket_stream(number, indices, batch_size * self.num_processes, seed)
-            for number, ((_, batch_size), indices) in enumerate(buckets.items())
+            for number, ((_, batch_size), indices) in enumerate(self._buckets.items())
         ]
-        for _, unit in heapq.merge(*streams, key=lambda timed: timed[0]):
-            yield unit
+        return heapq.merge(*streams, key=lambda timed: timed[0])
 
     def _bucket_stream(self, number, indices, unit_size, seed):
         """Yield (time in epochs, unit) of one bucket."""
         items = self._shuffled_for_ever(number, indices, seed)
         jitter = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number, 1])))
         for slot in itertools.count():
-            yield (slot + jitter.random()) * unit_size / len(indices), list(itertools.islice(items, unit_size))
+            # A slot that reaches into the next epoch is used up to there: the epoch's last items come within it.
+            begin = slot * unit_size
+            end_of_epoch = (begin // len(indices) + 1) * len(indices)
+            time = begin + jitter.random() * (min(begin + unit_size, end_of_epoch) - begin)
+            yield time / len(indices), list(itertools.islice(items, unit_size))
 
     @staticmethod
     def _shuffled_for_ever(number, indices, seed):

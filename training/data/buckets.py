@@ -108,7 +108,7 @@ class Sizing:
             num_frames: How many it has at the rate of training; 1 is a picture.
 
         Returns:
-            (height, width, most frames, batch size or None for that of the run), or None where no bucket takes it.
+            (height, width, most frames, batch size or None for that of the run), or why no bucket takes it.
 
         Raises:
             RefusedError: See `target_size`.
@@ -117,6 +117,7 @@ class Sizing:
         if self.bucket_config is None:
             size = fit(height=self.height, width=self.width, max_pixels=self.max_pixels)
             return *size, self.num_frames, None
+        left_out = []
         by_pixels = sorted(self.bucket_config, key=lambda name: bucket_pixels(name)[0], reverse=True)
         for number, name in enumerate(by_pixels):
             lengths = {int(frames): entry for frames, entry in self.bucket_config[name].items()}
@@ -129,14 +130,12 @@ class Sizing:
                 continue
             share, batch_size = lengths[length]
             if share < 1 and keyed_draw(self.seed, item_id, 1, number, length).random() >= share:
+                left_out.append(f"{share:g} of {name}")
                 continue
             return *fit(height=height, width=width, max_pixels=None if sides else pixels), length, batch_size
         fit(height=0, width=0, max_pixels=None)  # what is refused everywhere is said so
-        return None
-
-    @property
-    def smallest(self):
-        """A sentence on what the buckets take, for items that fit in none."""
+        if left_out:
+            return f"it is not among the share of bucket_config ({', '.join(left_out)})"
         listed = "; ".join(f"{name}: {', '.join(lengths)} frames" for name, lengths in self.bucket_config.items())
         return f"no bucket of bucket_config takes it ({listed})"
 
@@ -175,8 +174,8 @@ def describe_buckets(records, repeats, *, train_batch_size, num_processes, token
         name = f"{width} x {height} x {num_frames}"
         lines.append(f"{name:>24} {counts[key]:>7} {samples[key]:>9} {batch_size:>6} {tokens:>12} {fill:>5.0%}")
     lines.append(
-        "  fill: of the last batch of an epoch that would be made alone; nothing is dropped or padded, since a batch "
-        "that is not full is filled from the next epoch"
+        "  fill: the last batch of an epoch, if it stood alone; nothing is dropped or padded, since what is missing "
+        "in it comes from the next epoch"
     )
     if small:
         lines.append(

@@ -10,6 +10,7 @@ complete or absent.
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -60,6 +61,9 @@ class Cache:
     Args:
         folder (`str`): Made when there is something to write.
         process_index (`int`): Each process adds to an index of its own.
+
+    Raises:
+        RefusedError: An index cannot be read.
     """
 
     def __init__(self, folder, process_index=0):
@@ -71,14 +75,17 @@ class Cache:
             self._read_index(path)
 
     def _read_index(self, path):
-        kinds = {"file": self._files, "measured": self._measured, "item": self._items}
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    kind, key, value = json.loads(line)
-                    kinds[kind][key] = value
-                except (ValueError, KeyError, TypeError):
-                    continue  # cut off by a kill, or of a later version
+        kinds = {"file": self._files, "measured": self._measured, "made": self._items}
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise RefusedError(f"--cache_dir {self.folder}: {path.name} cannot be read: {error.strerror}.") from error
+        for line in text.split("\n"):
+            try:
+                kind, key, value = json.loads(line)
+                kinds[kind][key] = value
+            except (ValueError, KeyError, TypeError):
+                continue  # cut off by a kill, or of another version
 
     def _add(self, kind, key, value):
         line = json.dumps([kind, key, value]) + "\n"
@@ -144,7 +151,7 @@ class Cache:
         last = self._items.get(name)
         if parts is not None and parts != last:
             self._items[name] = parts
-            self._add("item", name, parts)
+            self._add("made", name, parts)
         return last
 
     # ---- entries
@@ -162,8 +169,10 @@ class Cache:
     def remove_leftovers(self):
         """Remove what killed runs left unfinished; what runs write at this moment is younger."""
         for path in self.folder.glob("*/*/*.tmp"):
-            if time.time() - path.stat().st_mtime > 3600:
-                path.unlink(missing_ok=True)
+            # Other processes do the same.
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > 3600:
+                    path.unlink()
 
 
 def is_complete(path):
@@ -174,7 +183,7 @@ def is_complete(path):
             header = json.loads(file.read(length))
             ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
             return os.fstat(file.fileno()).st_size == 8 + length + max(ends)
-    except (OSError, ValueError, OverflowError, MemoryError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, MemoryError):
         return False
 
 

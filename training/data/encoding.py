@@ -44,6 +44,8 @@ _REASONS = {
 def count_caption_tokens(items, dropped_caption, count_tokens):
     """Return how many tokens each different caption has, and say which are longer than the text encoder takes.
 
+    That stands in the records then, too.
+
     Args:
         items (`list[Item]`): Of those that are used.
         dropped_caption (`str`, *optional*)
@@ -56,10 +58,15 @@ def count_caption_tokens(items, dropped_caption, count_tokens):
     if dropped_caption is not None:
         captions[dropped_caption] = None
     counts = {caption: count_tokens(caption) for caption in captions}
-    cut = [(caption, *count) for caption, count in counts.items() if count[0] > count[1]]
+    cut = []
+    for item in items:
+        num_tokens, kept = counts[item.row.caption]
+        if num_tokens > kept:
+            cut.append(f"{item.row.name}: {num_tokens} tokens, {kept} kept: {item.row.caption[:60]!r}...")
+            change = f"caption cut from {num_tokens} to {kept} tokens"
+            item.record["reason"] = "; ".join(filter(None, [item.record["reason"], change]))
     if cut:
-        listed = "; ".join(f"{tokens} tokens, {kept} kept: {caption[:60]!r}..." for caption, tokens, kept in cut[:5])
-        logger.warning("%d captions are cut, as the stock pipeline would cut them: %s", len(cut), listed)
+        logger.warning("%d captions are cut, as the stock pipeline would cut them:\n%s", len(cut), first_five(cut))
     return {caption: kept for caption, (_, kept) in counts.items()}
 
 
@@ -104,11 +111,15 @@ class Encodings:
         paths (`list[pathlib.Path]`): For each item its entry.
         missing (`dict[pathlib.Path, object]`):
             Entry -> what it is made of, a caption or an `Item`; the same on all processes.
+        cache (`Cache`, *optional*), made_of (`list[tuple[str, str]]`):
+            Where to note of what the missing ones were made, by item, when they are there.
     """
 
     kind: str
     paths: list
     missing: dict
+    cache: object = None
+    made_of: list = dataclasses.field(default_factory=list)
 
 
 def plan_encodings(cache, accelerator, items, *, dropped_caption, text_encoder, media_encoder, pipeline_file):
@@ -127,7 +138,9 @@ def plan_encodings(cache, accelerator, items, *, dropped_caption, text_encoder, 
         with the largest of those that are missing first.
     """
     code = code_identity((pipeline_file,), _ENCODER_PACKAGES)
-    device = [accelerator.device.type, torch.are_deterministic_algorithms_enabled()]
+    # A CPU has no other kernels for it.
+    deterministic = accelerator.device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
+    device = [accelerator.device.type, deterministic]
     common = {"code": code, "encoder": text_encoder, "device": device}
     captions = [(item_name(item.row), item.row.caption) for item in items]
     if dropped_caption is not None:
@@ -166,9 +179,11 @@ def _short(parts):
 def _plan(cache, accelerator, kind, wanted):
     """Return the `Encodings` of (name, parts of the key, what it is made of), and say what is missing and why."""
     paths = [cache.path(kind, parts) for _, parts, _ in wanted]
-    # As the first process sees it: the others may look when it has gone on already.
-    there = {path: is_complete(path) for path in dict.fromkeys(paths)} if accelerator.is_main_process else None
-    there = gather_from_all(accelerator, there)[0]
+    # What one process does not see is missing: machines may have folders of their own.
+    seen = gather_from_all(accelerator, {str(path): is_complete(path) for path in dict.fromkeys(paths)})
+    if any(other.keys() != seen[0].keys() for other in seen):
+        raise RefusedError("The processes have different encoders or different code; make all machines alike.")
+    there = {path: all(other[str(path)] for other in seen) for path in dict.fromkeys(paths)}
     missing, reasons = {}, collections.defaultdict(list)
     for path, (name, parts, made_of) in zip(paths, wanted, strict=True):
         if there[path] or path in missing:
@@ -182,10 +197,14 @@ def _plan(cache, accelerator, kind, wanted):
     logger.info("cache: %d of %d %s are encoded already", num_entries - len(missing), num_entries, kind)
     for reason, names in reasons.items():
         logger.info("cache: %d %s %s are to be encoded:\n%s", len(names), kind, reason, first_five(names))
-    if accelerator.is_main_process:
-        for name, parts, _ in wanted:
-            cache.last_parts(f"{kind} {name}", " ".join(_short(parts)))
-    return Encodings(kind, paths, missing)
+    encodings = Encodings(kind, paths, missing, cache)
+    for path, (name, parts, _) in zip(paths, wanted, strict=True):
+        note = (f"{kind} {name}", " ".join(_short(parts)))
+        if path in missing:
+            encodings.made_of.append(note)
+        elif accelerator.is_main_process:
+            cache.last_parts(*note)
+    return encodings
 
 
 def check_room(cache, num_bytes):
@@ -249,6 +268,9 @@ def encode_missing(encodings, accelerator, log, *, load, encode, read=None, poin
             f"--cache_dir: what one process wrote another does not see (such as {(absent or encodings.paths)[0]}); "
             "give a folder that all machines share."
         )
+    if accelerator.is_main_process:
+        for note in encodings.made_of:
+            encodings.cache.last_parts(*note)
     for point in points[1:]:
         log.point(point)
     del encoder

@@ -191,7 +191,8 @@ def inspect_rows(rows, sizing, **how):
     Raises:
         RefusedError: If pictures are bad; lists all of them with their reasons.
     """
-    inspector = Inspector("pictures", _measure, "picture", partial(_decide, sizing=sizing))
+    # Few threads: a picture of the largest size takes gigabytes while it is decoded.
+    inspector = Inspector("pictures", _measure, "picture", partial(_decide, sizing=sizing), max_threads=8)
     return inspect_each(rows, inspector, **how)
 
 
@@ -210,8 +211,8 @@ def _decide(row, measured, sizing):
         "reason": None,
     }
     chosen = sizing.choose(row.id, *size, 1)
-    if chosen is None:
-        return record | {"reason": sizing.smallest}
+    if isinstance(chosen, str):
+        return record | {"reason": chosen}
     height, width, _, batch_size = chosen
     used = {"size": [width, height], "frames": 1}
     if batch_size is not None:

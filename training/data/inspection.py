@@ -99,8 +99,7 @@ def inspect_each(rows, inspector, *, on_bad_sample="error", cache=None, accelera
         gathered = gather_from_all(accelerator, results)
         results = [gathered[n % len(gathered)][n // len(gathered)] for n in range(len(rows))]
     items = [Item(row, *result[:2]) for row, result in zip(rows, results, strict=True)]
-    bad = [problem for *_, problem in results if problem]
-    _judge(items, bad, inspector.what, on_bad_sample)
+    _judge(items, [problem for *_, problem in results], inspector.what, on_bad_sample)
     return items
 
 
@@ -139,7 +138,8 @@ def _cached(cache, measured_as):
     return look
 
 
-def _judge(items, bad, what, on_bad_sample):
+def _judge(items, marks, what, on_bad_sample):
+    bad = [problem for problem in marks if problem]
     if bad:
         listing = "\n".join(f"  {problem}" for problem in bad)
         if on_bad_sample == "error":
@@ -153,11 +153,15 @@ def _judge(items, bad, what, on_bad_sample):
             raise RefusedError(f"All {len(items)} {what} cannot be used:\n{listing}")
         logger.warning("--on_bad_sample skip: %d of %d %s are left out:\n%s", len(bad), len(items), what, listing)
 
-    dropped = [f"{record['id']}: {record['reason']}" for _, record, _ in items if record["decision"] == "dropped"]
-    if len(dropped) == len(items):
-        listing = "\n".join(f"  {line}" for line in dropped)
+    dropped = [
+        f"{record['id']}: {record['reason']}"
+        for (_, record, _), is_bad in zip(items, marks, strict=True)
+        if record["decision"] == "dropped" and not is_bad
+    ]
+    if len(dropped) + len(bad) == len(items):
+        listing = "\n".join(f"  {line}" for line in (*bad, *dropped))
         raise RefusedError(f"All {len(items)} {what} are dropped:\n{listing}")
-    if len(dropped) > len(bad):
+    if dropped:
         logger.warning("%d of %d %s are dropped:\n%s", len(dropped), len(items), what, first_five(dropped))
     enlarged = []
     for _, record, _ in items:

@@ -177,7 +177,7 @@ def read_rows(
     files = _list_files(folder)
     hint = ""
     saved = "dataset_dict.json" in files or {"dataset_info.json", "state.json"} <= set(files)
-    metadata = None if saved else _find_metadata(folder, files, dataset_metadata)
+    metadata = None if saved else _find_metadata(folder, files, dataset_metadata, media_suffixes)
     if metadata is not None:
         items = _metadata_items(
             folder, files, metadata, given_columns, allow_missing_captions, media_suffixes, frame_folders
@@ -284,10 +284,11 @@ def _list_files(folder):
     def refuse(error):
         raise RefusedError(f"{error.filename} cannot be read: {error.strerror}.") from error
 
-    names, seen = [], set()
+    names, seen, passed_over = [], set(), []
     for place, subfolders, files in os.walk(folder, onerror=refuse, followlinks=True):
         # A link to a folder above it would be walked for ever.
         if os.path.realpath(place) in seen:
+            passed_over.append(_name_in(folder, place))
             subfolders.clear()
             continue
         seen.add(os.path.realpath(place))
@@ -295,6 +296,9 @@ def _list_files(folder):
         # are made by systems, not by people: .cache, ._a.jpg, .ipynb_checkpoints.
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         names += [os.path.join(place, name) for name in files if not name.startswith(".")]
+    if passed_over:
+        listed = first_five(passed_over)
+        logger.warning("%s: %d links lead to folders that are read already:\n%s", folder, len(passed_over), listed)
     names = sorted(_name_in(folder, name) for name in names)
     undecodable = [ascii(name) for name in names if not _is_unicode(name)]
     if undecodable:
@@ -308,11 +312,15 @@ def _name_in(folder, path):
     return os.path.relpath(path, folder).replace(os.sep, "/")
 
 
-def _find_metadata(folder, files, dataset_metadata):
+def _find_metadata(folder, files, dataset_metadata, media_suffixes):
     """Returns the path of the metadata file, or None if there is none."""
     if dataset_metadata is not None:
         tried = [os.path.abspath(dataset_metadata), os.path.join(folder, dataset_metadata)]
         existing = [path for path in tried if os.path.isfile(path)]
+        if len(existing) == 2 and not os.path.samefile(*existing):
+            raise RefusedError(
+                f"--dataset_metadata {dataset_metadata} names two files: {' and '.join(existing)}. Give the full path."
+            )
         if not existing:
             raise RefusedError(f"--dataset_metadata {dataset_metadata} is not a file (tried {' and '.join(tried)}).")
         if _suffix(existing[0]) not in METADATA_SUFFIXES:
@@ -332,6 +340,15 @@ def _find_metadata(folder, files, dataset_metadata):
         raise RefusedError(
             f"{folder} has several metadata files ({', '.join(found)}): pick one by --dataset_metadata."
         )
+    place = os.path.dirname(found[0]) + "/" if found and "/" in found[0] else ""
+    texts = {_stem(name) for name in files if _suffix(name) == ".txt"}
+    outside = [name for name in files if _suffix(name) in media_suffixes and _stem(name) in texts]
+    outside = [name for name in outside if not name.startswith(place)]
+    if outside:
+        raise RefusedError(
+            f"{folder} has a metadata file in a sub-folder, {found[0]}, and {len(outside)} files with texts "
+            f"elsewhere: pick it by --dataset_metadata, or give the sub-folder.\n{first_five(outside)}"
+        )
     return os.path.join(folder, found[0]) if found else None
 
 
@@ -347,7 +364,10 @@ def _is_hub_layout(files, media_suffixes):
 
 
 def _sidecar_items(folder, files, media_suffixes, frame_folders):
-    texts = {_stem(name): name for name in files if _suffix(name) == ".txt"}
+    texts, doubled = {}, {}
+    for name in files:
+        if _suffix(name) == ".txt" and texts.setdefault(_stem(name), name) != name:
+            doubled.setdefault(_stem(name), [texts[_stem(name)]]).append(name)
     media, frames = {}, set()
     if frame_folders:
         folders = _picture_folders(files)
@@ -361,6 +381,8 @@ def _sidecar_items(folder, files, media_suffixes, frame_folders):
             media.setdefault(_stem(name), []).append(name)
     captions, problems = {}, {}
     for key in media.keys() & texts.keys():
+        if key in doubled:
+            problems[key] = f"it has more than one text: {', '.join(doubled[key])}"
         if media[key][1:]:
             problems[key] = f"{texts[key]} is the caption of more than one file: {', '.join(media[key])}"
         try:
@@ -427,6 +449,12 @@ def _metadata_items(folder, files, metadata, given_columns, allow_missing_captio
 
     if respelt:
         logger.info("%s: %d files found under another spelling:\n%s", name, len(respelt), first_five(respelt))
+    texts = {_stem(file): file for file in files if _suffix(file) == ".txt"}
+    unread = [texts[_stem(item_id)] for item_id in origins if _stem(item_id) in texts]
+    if unread:
+        logger.warning(
+            "%d texts beside files are not read, since %s has the captions:\n%s", len(unread), name, first_five(unread)
+        )
     rowless = [
         file
         for file in files
@@ -567,10 +595,18 @@ def _read_delimited(text, name, delimiter):
     return header, records
 
 
+def _unique_keys(pairs):
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return record
+
+
 def _parse_json(text):
     """Returns the value and None, or None and what is wrong."""
     try:
-        return json.loads(text), None
+        return json.loads(text, object_pairs_hook=_unique_keys), None
     except (ValueError, RecursionError) as error:
         return None, str(error)
 

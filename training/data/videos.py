@@ -150,8 +150,8 @@ def _decide(row, measured, *, sizing, fps, clip_part, min_frames):
         return record
 
     chosen = sizing.choose(row.id, *size, available)
-    if chosen is None:
-        record["reason"] = sizing.smallest
+    if isinstance(chosen, str):
+        record["reason"] = chosen
         return record
     height, width, most_frames, batch_size = chosen
     num_used = round_down_frames(min(most_frames, available))

@@ -23,8 +23,8 @@ def sizing(config=CONFIG, seed=5):
         ((1280, 720), 48, (192, 336, 17, 2)),  # too short for 480p
         ((320, 320), 60, (256, 256, 17, 2)),  # too small for 480p
         ((320, 320), 5, (256, 256, 5, 4)),
-        ((320, 320), 4, None),  # a clip does not become a picture
-        ((200, 200), 1, None),  # nothing is enlarged
+        ((320, 320), 4, "no bucket of bucket_config takes it (480p: 1, 49 frames; 256px: 1, 5, 17 frames)"),
+        ((200, 200), 1, "no bucket of bucket_config takes it (480p: 1, 49 frames; 256px: 1, 5, 17 frames)"),
         ((853, 480), 1, (192, 336, 1, 8)),  # one pixel short of 480p
     ],
 )
@@ -42,7 +42,8 @@ def test_shares_are_drawn_once_for_each_item_and_what_is_left_falls_down():
     config = {"256px": {"1": [0.3, 8]}, "128px": {"1": [0.5, 16]}}
     names = [f"{n}.png" for n in range(2000)]
     chosen = {name: sizing(config).choose(name, 600, 600, 1) for name in names}
-    counts = collections.Counter(choice and choice[3] for choice in chosen.values())
+    counts = collections.Counter(choice[3] for choice in chosen.values())
+    assert "it is not among the share of bucket_config (0.3 of 256px, 0.5 of 128px)" in chosen.values()
     assert abs(counts[8] / 2000 - 0.3) < 0.04 and abs(counts[16] / 2000 - 0.35) < 0.04
     assert chosen == {name: sizing(config).choose(name, 600, 600, 1) for name in reversed(names)}
     assert chosen != {name: sizing(config, seed=6).choose(name, 600, 600, 1) for name in names}
@@ -51,7 +52,6 @@ def test_shares_are_drawn_once_for_each_item_and_what_is_left_falls_down():
 def test_what_is_refused_everywhere_is_refused_with_buckets_too():
     with pytest.raises(RefusedError, match="at most 10 times the shorter"):
         sizing().choose("a", 20, 4000, 1)
-    assert "256px: 1, 5, 17 frames" in sizing().smallest
 
 
 def test_flags_give_one_rule():

@@ -103,6 +103,9 @@ def test_entries_come_back_bit_for_bit(tmp_path):
         assert torch.equal(tensor, tensors[name]) and tensor.dtype == tensors[name].dtype
     assert path.parent.parent.parent == tmp_path and path.suffix == ".safetensors"
     content = path.read_bytes()
+    for header in (b"[]", b"{}", b'{"a": 1}', b'{"a": {"data_offsets": []}}'):
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        assert not is_complete(path), header
     for damaged in (b"", content[:4], content[:-1], content + b"x", b"\xff" * 8 + content[8:], content[:8] + b"{"):
         path.write_bytes(damaged)
         assert not is_complete(path), damaged[:20]
@@ -132,6 +135,15 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(RefusedError, match="--cache_dir .*file/cache cannot be written: Not a directory"):
         Cache(tmp_path / "file" / "cache").make_folder()
+
+
+def test_an_index_of_another_version_or_kind(tmp_path):
+    (tmp_path / "index-0.jsonl").write_text('["item", "a", {"x": 1}]\n["new", "a", 1]\n5\n["measured", "b", 2]\n')
+    cache = Cache(tmp_path)
+    assert cache.last_parts("a") is None and cache.measured("b", lambda: 3) == 2
+    (tmp_path / "index-1.jsonl").mkdir()
+    with pytest.raises(RefusedError, match=r"--cache_dir .*: index-1\.jsonl cannot be read"):
+        Cache(tmp_path)
 
 
 def test_code_counts_and_comments_do_not(tmp_path):

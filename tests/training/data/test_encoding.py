@@ -52,14 +52,21 @@ def test_entries_are_made_of_their_own_item(tmp_path):
 
 
 def test_decoding_goes_on_while_the_encoder_works(tmp_path):
-    def slow(seconds, value):
-        time.sleep(seconds)
-        return value
+    encodings, begun = media(tmp_path, 20), []
 
-    encodings = media(tmp_path, 20)
-    start = time.perf_counter()
-    run(encodings, lambda pixels: slow(0.05, {"latents": pixels}), lambda item: slow(0.05, read(item)))
-    assert time.perf_counter() - start < 0.075 * 20
+    def note_and_read(item):
+        begun.append(item)
+        return read(item)
+
+    def encode(pixels):
+        number = int(pixels[0])
+        limit = time.monotonic() + 20
+        while len(begun) < min(number + 2, 20):
+            assert time.monotonic() < limit, "nothing is read meanwhile"
+            time.sleep(0.001)
+        return {"latents": pixels}
+
+    run(encodings, encode, note_and_read)
 
 
 @pytest.mark.parametrize("problem", ["a file that cannot be read", "nan", "disk"])
@@ -125,7 +132,7 @@ def test_processes_wait_longer_than_collectives_may_take(on_two_processes, tmp_p
             try:
                 encode_missing(encodings, accelerator, None, load=lambda: None, encode=fail)
             except RefusedError as error:
-                print("refused on", accelerator.process_index, error, flush=True)
+                print(f"refused on {accelerator.process_index} {error}\\n", end="", flush=True)
             accelerator.end_training()
             """
         )

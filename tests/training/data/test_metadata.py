@@ -105,6 +105,53 @@ def test_linked_folders_are_followed_once(tmp_path):
     assert pairs(read_rows(dataset)) == [("link/a.jpg", "one")]
 
 
+def test_a_second_link_to_a_folder_is_said(tmp_path, caplog):
+    store = folder_of(tmp_path / "store", {"a.jpg": "one"})
+    (tmp_path / "dataset").mkdir()
+    for name in ("x", "y"):
+        (tmp_path / "dataset" / name).symlink_to(store)
+    assert pairs(read_rows(tmp_path / "dataset")) == [("x/a.jpg", "one")]
+    assert "1 links lead to folders that are read already:\n  y" in caplog.text
+
+
+def test_two_texts_of_one_picture_are_refused(tmp_path):
+    folder_of(tmp_path, {"a.jpg": "one", "b.jpg": "two"})
+    write(tmp_path / "a.TXT", "other")
+    assert "a.jpg: it has more than one text: " in refused(tmp_path) and "1 of 2 pictures" in refused(tmp_path)
+
+
+def test_texts_beside_a_table_are_said(tmp_path, caplog):
+    folder_of(tmp_path, {"a.jpg": "new", "b.jpg": None})
+    write_table(tmp_path / "metadata.csv", ["file_name", "text"], [["a.jpg", "old"], ["b.jpg", "two"]])
+    assert pairs(read_rows(tmp_path)) == [("a.jpg", "old"), ("b.jpg", "two")]
+    assert "1 texts beside files are not read, since metadata.csv has the captions:\n  a.txt" in caplog.text
+
+
+def test_a_table_of_a_sub_folder_does_not_hide_the_texts_outside(tmp_path):
+    folder_of(tmp_path, {"a.jpg": "one", "x/b.jpg": None})
+    write_table(tmp_path / "x" / "metadata.csv", ["file_name", "text"], [["b.jpg", "two"]])
+    assert "metadata file in a sub-folder, x/metadata.csv, and 1 files with texts elsewhere" in refused(tmp_path)
+    assert pairs(read_rows(tmp_path, dataset_metadata="x/metadata.csv")) == [("x/b.jpg", "two")]
+
+
+def test_metadata_of_one_name_in_two_places_is_refused(tmp_path, monkeypatch):
+    folder_of(tmp_path / "dataset", {"a.jpg": None})
+    for place in (tmp_path, tmp_path / "dataset"):
+        write_table(place / "captions.csv", ["file_name", "text"], [["a.jpg", place.name]])
+    monkeypatch.chdir(tmp_path)
+    assert "--dataset_metadata captions.csv names two files" in refused("dataset", dataset_metadata="captions.csv")
+    path = str(tmp_path / "dataset" / "captions.csv")
+    assert pairs(read_rows("dataset", dataset_metadata=path)) == [("a.jpg", "dataset")]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_a_key_that_stands_twice_is_refused(tmp_path, suffix):
+    folder_of(tmp_path, {"a.jpg": None})
+    record = '{"file_name": "a.jpg", "text": "first", "text": "second"}'
+    write(tmp_path / f"metadata{suffix}", record if suffix == ".jsonl" else f"[{record}]")
+    assert "the key 'text' stands twice" in refused(tmp_path)
+
+
 def test_picture_and_text_in_different_normal_forms_belong_together(tmp_path):
     write(tmp_path / unicodedata.normalize("NFC", "é.jpg"))
     write(tmp_path / unicodedata.normalize("NFD", "é.txt"), "one")
