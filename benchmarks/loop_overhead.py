@@ -26,6 +26,8 @@ from pipelines.qwen_image import never_trained_modules  # noqa: E402
 from train_qwen_image import FAMILY, QwenImageTrainingModule  # noqa: E402
 from training.arguments import parse_args  # noqa: E402
 from training.data.batches import TrainingDataset, collate, plan_batches  # noqa: E402
+from training.data.inspection import Item  # noqa: E402
+from training.data.metadata import Row  # noqa: E402
 from training.flow_matching import SigmaLaw  # noqa: E402
 from training.launch import start_accelerator  # noqa: E402
 from training.loop import train  # noqa: E402
@@ -75,15 +77,16 @@ def main():
     generator = torch.Generator().manual_seed(0)
     samples = [
         {
-            "id": str(index),
             "latents": torch.randn(16, LATENT_SIDE, LATENT_SIDE, generator=generator),
             "prompt_embeds": torch.randn(TEXT_TOKENS, 64, generator=generator),
         }
-        for index in range(NUM_ITEMS)
+        for _ in range(NUM_ITEMS)
     ]
-    dataset = TrainingDataset(samples, [SigmaLaw("logit_normal", 2.0)] * NUM_ITEMS, seed=0)
+    names, entries = [str(n) for n in range(NUM_ITEMS)], [(n,) for n in range(NUM_ITEMS)]
+    laws = [SigmaLaw("logit_normal", 2.0)] * NUM_ITEMS
+    dataset = TrainingDataset(names, entries, lambda n: dict(samples[n]), laws, seed=0)
     used = {"size": [LATENT_SIDE, LATENT_SIDE], "frames": 1}
-    records = [{"id": str(index), "caption": "", "used": used} for index in range(NUM_ITEMS)]
+    items = [Item(Row(name, "", None, name), {"id": name, "caption": "", "used": used}, None) for name in names]
     ours, bare = [], []
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--pretrained_model_name_or_path - --dataset_path - --output_dir {folder} --training_mode full"
@@ -91,7 +94,7 @@ def main():
         args = parse_args(flags.split(), description="", values=FAMILY)
         accelerator = start_accelerator(args)
         optimizer_class, arguments = find_optimizer(args)
-        order, last_step = plan_batches(args, records, accelerator.num_processes, resumed={"step": 0}, model={})
+        order, last_step = plan_batches(args, items, accelerator.num_processes, resumed={"step": 0}, model={})
         batches = [
             collate([dataset[1, 0, index], dataset[1, 1, index + 1]]) for index in range(0, NUM_ITEMS, BATCH_SIZE)
         ]
