@@ -10,11 +10,14 @@ import pytest
 
 REPO = pathlib.Path(__file__).parents[1]
 
+# Read at import: a name that is no folder is not to be looked for on the network, with all its retries.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 
 def run_script(*arguments, check=True, **kwargs):
     """Run a script of this repository as a user would; return the finished process with its output as text."""
     # One thread: tiny models gain nothing from more, and threads that wait for each other lose a lot under load.
-    settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    settings = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **settings, **kwargs.pop("env", {})}
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, **kwargs)
