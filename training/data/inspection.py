@@ -124,6 +124,8 @@ def _decoded(row, measure):
 
 
 def _cached(cache, measured_as):
+    identity = decoder_identity()  # here, and not in the threads: Python 3.11 cannot parse code in several at a time
+
     def look(row, measure):
         content = row.content
         try:
@@ -132,7 +134,7 @@ def _cached(cache, measured_as):
             raise RefusedError(f"{row.name} cannot be read: {error.strerror}.") from error
         # The name ends in what tells the kinds of files apart.
         suffix = "" if isinstance(content, bytes) else os.path.splitext(content)[1].lower()
-        key = f"{digest} {suffix} {measured_as} {decoder_identity()}"
+        key = f"{digest} {suffix} {measured_as} {identity}"
         return digest, cache.measured(key, lambda: measure(content, row.name))
 
     return look
