@@ -44,15 +44,15 @@ from diffusers import QwenImagePipeline
 from memory.log import MemoryLog, OutOfMemory
 from pipelines import qwen_image as pipeline
 from training.checkpoints import find_checkpoint
-from training.data.batches import TrainingDataset, plan_batches
+from training.data.batches import plan_batches
 from training.data.buckets import Sizing
-from training.data.cache import Cache, read_entry
+from training.data.cache import Cache
 from training.data.encoding import (
     check_room,
     count_caption_tokens,
     encode_missing,
+    encoded_dataset,
     plan_encodings,
-    read_sample,
     read_unchanged,
     weights_identity,
 )
@@ -228,15 +228,7 @@ def main(args, log):
         points=("VAE", "caching done"),
     )
     log.point("encoders gone")
-    dataset = TrainingDataset(
-        [item.row.id for item in items],
-        list(zip(embeds.paths, latents.paths, strict=False)),
-        read_sample,
-        laws,
-        seed=args.seed,
-        caption_dropout=args.caption_dropout,
-        dropped_prompt_embeds=read_entry(embeds.paths[-1])["prompt_embeds"] if args.caption_dropout > 0 else None,
-    )
+    dataset = encoded_dataset(args, items, embeds, latents, laws)
 
     # ---- the transformer
     with refuse_unreadable_model(args):

@@ -30,6 +30,7 @@ from pathlib import Path
 
 # The script may be started from anywhere; the folder that Python adds is this script's own.
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from training.arguments import Parser  # noqa: E402
 from training.data.metadata import IMAGE_SUFFIXES, METADATA_SUFFIXES, read_sidecars  # noqa: E402
 from training.errors import RefusedError, exit_codes  # noqa: E402
 
@@ -37,11 +38,6 @@ from training.errors import RefusedError, exit_codes  # noqa: E402
 # In Open-Sora's order, with their types in parquet.
 COLUMNS = {"path": "string", "text": "string", "num_frames": "int64", "height": "int64", "width": "int64"}
 COLUMNS |= {"aspect_ratio": "double", "resolution": "int64", "fps": "double"}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise RefusedError(message)
 
 
 def parse_args(argv):
@@ -56,7 +52,7 @@ def parse_args(argv):
     Raises:
         RefusedError: if a flag is unknown or its value is not allowed, or if the table exists.
     """
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     suffixes = ", ".join(METADATA_SUFFIXES)
     add = parser.add_argument
     add("folder", metavar="FOLDER", type=Path, help="folder of pictures and clips")

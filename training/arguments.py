@@ -367,7 +367,9 @@ def _help_format(prog):
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=44, width=119)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses in one sentence, as all else is refused."""
+
     def error(self, message):
         raise RefusedError(message)
 
@@ -383,7 +385,7 @@ def _convert(name, kind, text):
 def _build_parser(description, values):
     # The values that the command line does not give are left out of the namespace: defaults are filled in afterwards,
     # so that a flag which was given and has no effect can be told from a default.
-    parser = _Parser(
+    parser = Parser(
         usage="%(prog)s "
         + " ".join(f"--{name} ..." for _, name, _, default, _ in _specs(values) if default is REQUIRED),
         description=description,

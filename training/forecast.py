@@ -12,12 +12,13 @@ import re
 
 import psutil
 import torch
-from accelerate.utils import gather_object
 
 from memory import offload
 from memory.estimate import StepProfile, fake_tensors, optimizer_bytes, peak_of, without_content
 from memory.plan import BudgetError, MemoryPlan
+from training.data.buckets import bucket_key
 from training.errors import RefusedError
+from training.launch import gather_from_all
 
 
 logger = logging.getLogger(__name__)
@@ -63,10 +64,9 @@ class Launch:
             strategy = "ddp"
         there = device.type != "cpu"
         num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-        free = [(torch.accelerator.get_memory_info(device) if there else None, psutil.virtual_memory().available)]
+        free = (torch.accelerator.get_memory_info(device) if there else None, psutil.virtual_memory().available)
         # The least of all processes, so that all make the same plan, or none.
-        free = gather_object(free) if accelerator.num_processes > 1 else free
-        device_bytes, host_bytes = zip(*free, strict=True)
+        device_bytes, host_bytes = zip(*gather_from_all(accelerator, free), strict=True)
         return cls(
             # A dry run on a machine without an accelerator is for one that has it.
             device_type=device.type if there or not args.dry_run else "cuda",
@@ -122,7 +122,7 @@ class RunForecast:
         return math.prod((*record["used"]["size"], record["used"]["frames"]))
 
     def _batch_size(self, record):
-        return record["used"].get("batch_size") or self.args.train_batch_size
+        return bucket_key(record, self.args.train_batch_size)[-1]
 
     def _encode(self, record):
         """Return the peak of each encoder's phase at the size of an item, its weights, and the shapes of a sample."""
@@ -162,7 +162,7 @@ class RunForecast:
         batch["prompt_embeds_mask"] = torch.empty(batch_size, length, dtype=torch.bool) if masked else None
         return batch
 
-    @property
+    @functools.cached_property
     def cache_bytes(self):
         """Bytes of what is to be encoded."""
         _, _, sample = self._encoded

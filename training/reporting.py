@@ -156,7 +156,7 @@ class Metrics:
         self.accelerator, self.path = accelerator, pathlib.Path(path)
         self.batches, self.dataset, self.log = batches, dataset, log
         self.expert, self.steps_before = expert, steps_before
-        self.pending, self.waits = [], []
+        self.pending, self.waiting_seconds = [], 0.0
         self.start_time = time.perf_counter()
         self.process = psutil.Process()
         self.last_parked = offload.counters()
@@ -169,15 +169,13 @@ class Metrics:
         self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc=desc, disable=not shown)
 
     def waiting_for(self, batches):
-        """Yield from an iterable, and take the time that is spent waiting for it."""
-        batches = iter(batches)
-        while True:
-            start = time.perf_counter()
-            batch = next(batches, None)
-            self.waits.append(time.perf_counter() - start)
-            if batch is None:
-                return
+        """Yield from an iterable, and take the time of waiting for it, but for the first, which could not be ahead."""
+        start = None
+        for batch in batches:
+            if start is not None:
+                self.waiting_seconds += time.perf_counter() - start
             yield batch
+            start = time.perf_counter()
 
     def add(self, *, step, loss, lr, grad_norm):
         """Take note of an optimizer step, without waiting for the device.
@@ -243,11 +241,9 @@ class Metrics:
         self.flush()
         self.bar.close()
         self.log.end_training()
-        # Without the first wait, before which nothing could be loaded, and the last, for the end.
-        seconds = sum(self.waits[1:-1])
-        share = seconds / (time.perf_counter() - self.start_time)
-        self.log.data = {"waiting_seconds": seconds, "waiting_share": share}
-        if share > 0.05 and self.waits[1:-1] and seconds > 10:
+        share = self.waiting_seconds / (time.perf_counter() - self.start_time)
+        self.log.data = {"waiting_seconds": self.waiting_seconds, "waiting_share": share}
+        if share > 0.05 and self.waiting_seconds > 10:
             self.accelerator.print(
                 f"{share:.0%} of the training time was spent waiting for data; raise --dataloader_num_workers"
             )

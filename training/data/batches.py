@@ -287,7 +287,7 @@ def collate(samples):
 
 
 def load_batches(dataset, plan, *, process_index, steps, num_workers, pin_memory=False):
-    """Yield the micro-batches of one process in the order of training, made ahead in threads.
+    """Return an iterator over the micro-batches of one process in the order of training, made ahead in threads.
 
     Threads and not the processes of torch's loader, which hands batches over through shared memory: containers have
     little of it, and the handing over alone takes several milliseconds. What a thread does here, reading a file and
@@ -306,17 +306,28 @@ def load_batches(dataset, plan, *, process_index, steps, num_workers, pin_memory
             batch = {name: tensor if tensor is None else tensor.pin_memory() for name, tensor in batch.items()}
         return batch
 
-    places = iter(MicroBatchSampler(plan, process_index=process_index, steps=steps))
+    places = MicroBatchSampler(plan, process_index=process_index, steps=steps)
     if num_workers == 0:
-        yield from map(load, places)
-        return
-    with concurrent.futures.ThreadPoolExecutor(num_workers, thread_name_prefix="batches") as pool:
-        ahead = collections.deque(pool.submit(load, place) for place in itertools.islice(places, 2 * num_workers))
+        return map(load, places)
+    return map_ahead(load, places, num_threads=num_workers, num_ahead=2 * num_workers)
+
+
+def map_ahead(function, items, *, num_threads, num_ahead):
+    """Yield the results of a function in the order of the items, made ahead in threads.
+
+    Args:
+        function (`Callable`)
+        items (`Iterable`): Taken as they are needed.
+        num_threads, num_ahead (`int`): How many results are made at a time, and at most before they are asked for.
+    """
+    items = iter(items)
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+        ahead = collections.deque(pool.submit(function, item) for item in itertools.islice(items, num_ahead))
         try:
             while ahead:
-                batch = ahead.popleft().result()
-                ahead.extend(pool.submit(load, place) for place in itertools.islice(places, 1))
-                yield batch
+                result = ahead.popleft().result()
+                ahead.extend(pool.submit(function, item) for item in itertools.islice(items, 1))
+                yield result
         finally:
             for future in ahead:
                 future.cancel()

@@ -22,7 +22,7 @@ import time
 
 import safetensors.torch
 
-from training.data.metadata import IMAGE_SUFFIXES
+from training.data.metadata import frame_names
 from training.errors import RefusedError
 
 
@@ -124,8 +124,7 @@ class Cache:
         if isinstance(content, bytes):
             return hashlib.sha256(content).hexdigest()
         if os.path.isdir(content):
-            names = [name for name in sorted(os.listdir(content)) if not name.startswith(".")]
-            names = [name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES]
+            names = sorted(frame_names(content))
             return digest_of([[name, self.digest(os.path.join(content, name))] for name in names])
         key, status = os.path.abspath(content), os.stat(content)
         state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
@@ -146,13 +145,15 @@ class Cache:
             self._add("measured", key, self._measured[key])
         return self._measured[key]
 
-    def last_parts(self, name, parts=None):
-        """Return the parts of the key that an item had when it was last encoded, or None; and remember new ones."""
-        last = self._items.get(name)
-        if parts is not None and parts != last:
+    def last_parts(self, name):
+        """Return the parts of the key that an item had when it was last encoded, or None."""
+        return self._items.get(name)
+
+    def note_parts(self, name, parts):
+        """Remember the parts of the key with which an item was encoded."""
+        if parts != self._items.get(name):
             self._items[name] = parts
             self._add("made", name, parts)
-        return last
 
     # ---- entries
 

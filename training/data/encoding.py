@@ -2,9 +2,9 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
 import os
 import pathlib
@@ -15,6 +15,7 @@ import torch
 from diffusers.training_utils import free_memory
 from tqdm.auto import tqdm
 
+from training.data.batches import TrainingDataset, map_ahead
 from training.data.cache import code_identity, digest_of, is_complete, read_entry, write_entry
 from training.data.inspection import decoder_identity
 from training.data.metadata import first_five
@@ -145,8 +146,8 @@ def plan_encodings(cache, accelerator, items, *, dropped_caption, text_encoder, 
     captions = [(item_name(item.row), item.row.caption) for item in items]
     if dropped_caption is not None:
         captions.append(("the dropped caption", dropped_caption))
-    wanted = [(name, common | {"caption": digest_of(caption)}, caption) for name, caption in captions]
-    of_captions = _plan(cache, accelerator, "captions", wanted)
+    wanted = [(name, {"caption": digest_of(caption)}, caption) for name, caption in captions]
+    of_captions = _plan(cache, accelerator, "captions", common, wanted)
 
     common |= {"code": code + decoder_identity(), "encoder": media_encoder}
     wanted = []
@@ -155,8 +156,8 @@ def plan_encodings(cache, accelerator, items, *, dropped_caption, text_encoder, 
         pixels = digest_of([used["size"], used.get("source_frames")])
         # Which decoder reads a file depends on its suffix.
         file = item.digest + pathlib.Path(item.row.id).suffix.lower()
-        wanted.append((item_name(item.row), common | {"file": file, "pixels": pixels}, item))
-    of_media = _plan(cache, accelerator, "media", wanted)
+        wanted.append((item_name(item.row), {"file": file, "pixels": pixels}, item))
+    of_media = _plan(cache, accelerator, "media", common, wanted)
     of_media.missing = dict(sorted(of_media.missing.items(), key=lambda entry: -_pixel_bytes(entry[1])))
     return of_captions, of_media
 
@@ -176,21 +177,29 @@ def _short(parts):
     return [f"{name}={digest_of(value)[:8]}" for name, value in parts.items()]
 
 
-def _plan(cache, accelerator, kind, wanted):
-    """Return the `Encodings` of (name, parts of the key, what it is made of), and say what is missing and why."""
-    paths = [cache.path(kind, parts) for _, parts, _ in wanted]
+def _plan(cache, accelerator, kind, common, wanted):
+    """Return the `Encodings` of some items, and say what is missing and why.
+
+    Args:
+        cache (`Cache`), accelerator (`Accelerator`), kind (`str`)
+        common (`dict`): Parts of the keys that all have.
+        wanted (`list[tuple]`): Of each its name, the further parts of its key, and what it is made of.
+    """
+    paths = [cache.path(kind, common | own) for _, own, _ in wanted]
+    short_common = _short(common)
+    notes = [(f"{kind} {name}", short_common + _short(own)) for name, own, _ in wanted]
     # What one process does not see is missing: machines may have folders of their own.
     seen = gather_from_all(accelerator, {str(path): is_complete(path) for path in dict.fromkeys(paths)})
     if any(other.keys() != seen[0].keys() for other in seen):
         raise RefusedError("The processes have different encoders or different code; make all machines alike.")
     there = {path: all(other[str(path)] for other in seen) for path in dict.fromkeys(paths)}
     missing, reasons = {}, collections.defaultdict(list)
-    for path, (name, parts, made_of) in zip(paths, wanted, strict=True):
+    for path, (name, _, made_of), (noted_as, parts) in zip(paths, wanted, notes, strict=True):
         if there[path] or path in missing:
             continue
         missing[path] = made_of
-        last = cache.last_parts(f"{kind} {name}")
-        differing = [] if last is None else [part.split("=")[0] for part in _short(parts) if part not in last.split()]
+        last = cache.last_parts(noted_as)
+        differing = [] if last is None else [part.split("=")[0] for part in parts if part not in last.split()]
         known = " and ".join(_REASONS[part] for part in differing) or "that are no longer in the cache"
         reasons["that are new" if last is None else known].append(os.path.basename(name))
     num_entries = len(there)
@@ -198,12 +207,11 @@ def _plan(cache, accelerator, kind, wanted):
     for reason, names in reasons.items():
         logger.info("cache: %d %s %s are to be encoded:\n%s", len(names), kind, reason, first_five(names))
     encodings = Encodings(kind, paths, missing, cache)
-    for path, (name, parts, _) in zip(paths, wanted, strict=True):
-        note = (f"{kind} {name}", " ".join(_short(parts)))
+    for path, (noted_as, parts) in zip(paths, notes, strict=True):
         if path in missing:
-            encodings.made_of.append(note)
+            encodings.made_of.append((noted_as, " ".join(parts)))
         elif accelerator.is_main_process:
-            cache.last_parts(*note)
+            cache.note_parts(noted_as, " ".join(parts))
     return encodings
 
 
@@ -229,7 +237,11 @@ def check_room(cache, num_bytes):
         )
 
 
-def encode_missing(encodings, accelerator, log, *, load, encode, read=None, points=()):
+def _as_it_is(made_of):
+    return made_of
+
+
+def encode_missing(encodings, accelerator, log, *, load, encode, read=_as_it_is, points=()):
     """Load an encoder if anything is missing, encode it, each process a part, one entry at a time, and let it go.
 
     One at a time, because the bits of a result would depend on what else is in the batch: then an entry that is made
@@ -242,7 +254,7 @@ def encode_missing(encodings, accelerator, log, *, load, encode, read=None, poin
         load (`Callable[[], object]`): Returns the encoder.
         encode (`Callable`):
             From the encoder and what `read` returns to the tensors of an entry, or to one tensor, `prompt_embeds`.
-        read (`Callable`, *optional*): From what an entry is made of to the input of `encode`, on the CPU.
+        read (`Callable`): From what an entry is made of to the input of `encode`, on the CPU.
         points (`tuple[str, ...]`): Of the log: when the encoder is loaded, and when it is done.
 
     Raises:
@@ -270,7 +282,7 @@ def encode_missing(encodings, accelerator, log, *, load, encode, read=None, poin
         )
     if accelerator.is_main_process:
         for note in encodings.made_of:
-            encodings.cache.last_parts(*note)
+            encodings.cache.note_parts(*note)
     for point in points[1:]:
         log.point(point)
     del encoder
@@ -280,44 +292,31 @@ def encode_missing(encodings, accelerator, log, *, load, encode, read=None, poin
 def _encode_share(share, kind, encode, read, accelerator):
     position = accelerator.process_index
     description = kind if accelerator.num_processes == 1 else f"{kind} (process {position})"
-    largest = max((_pixel_bytes(made_of) for _, made_of in share), default=1) if read else 1
-    ahead = max(2, min(2 * _MOST_THREADS, _WAITING_BYTES // largest))
+    largest = max((_pixel_bytes(made_of) for _, made_of in share), default=1) if kind == "media" else 1
+    num_ahead = max(2, min(2 * _MOST_THREADS, _WAITING_BYTES // largest))
+    num_threads = min(num_ahead, _MOST_THREADS)
+    inputs = map_ahead(read, (made_of for _, made_of in share), num_threads=num_threads, num_ahead=num_ahead)
     # The progress of every process is shown, with the time that is left: none is waited for without a sign of life.
     with (
-        concurrent.futures.ThreadPoolExecutor(min(ahead, _MOST_THREADS)) as pool,
+        contextlib.closing(inputs),
+        concurrent.futures.ThreadPoolExecutor(num_threads) as pool,
         tqdm(total=len(share), desc=description, position=position, disable=not share) as bar,
     ):
-        tasks = iter(share)
-        reading = collections.deque()
-
-        def read_next():
-            for path, made_of in itertools.islice(tasks, 1):
-                reading.append((path, made_of, pool.submit(read, made_of) if read else None))
-
-        for _ in range(ahead):
-            read_next()
         writing = collections.deque()
-        try:
-            while reading:
-                path, made_of, future = reading.popleft()
-                pixels = future.result() if read else made_of
-                read_next()
-                tensors = encode(pixels)
-                tensors = tensors if isinstance(tensors, dict) else {"prompt_embeds": tensors}
-                tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
-                for name, tensor in tensors.items():
-                    if not torch.isfinite(tensor).all():
-                        what = made_of.row.name if read else f"the caption {made_of[:60]!r}"
-                        raise RefusedError(f"{what}: its {name} are not finite numbers; remove it from the dataset.")
-                writing.append(pool.submit(write_entry, path, tensors))
-                if len(writing) > ahead:
-                    writing.popleft().result()
-                bar.update()
-            for future in writing:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for (path, made_of), read_input in zip(share, inputs, strict=True):
+            tensors = encode(read_input)
+            tensors = tensors if isinstance(tensors, dict) else {"prompt_embeds": tensors}
+            tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+            for name, tensor in tensors.items():
+                if not torch.isfinite(tensor).all():
+                    what = made_of.row.name if kind == "media" else f"the caption {made_of[:60]!r}"
+                    raise RefusedError(f"{what}: its {name} are not finite numbers; remove it from the dataset.")
+            writing.append(pool.submit(write_entry, path, tensors))
+            if len(writing) > num_ahead:
+                writing.popleft().result()
+            bar.update()
+        for future in writing:
+            future.result()
 
 
 def read_unchanged(cache, read):
@@ -340,3 +339,24 @@ def read_unchanged(cache, read):
 def read_sample(caption_path, media_path):
     """Return the tensors of a sample: the embedding of its caption, and what its picture or clip was encoded to."""
     return read_entry(caption_path) | read_entry(media_path)
+
+
+def encoded_dataset(args, items, embeds, latents, laws):
+    """Return the `TrainingDataset` over what the cache holds of a dataset.
+
+    Args:
+        args (`argparse.Namespace`)
+        items (`list[Item]`): Of those that are used.
+        embeds, latents (`Encodings`): From `plan_encodings`, of these items, with nothing missing any more.
+        laws (`list[SigmaLaw]`): For each item.
+    """
+    drops_captions = args.caption_dropout > 0
+    return TrainingDataset(
+        [item.row.id for item in items],
+        list(zip(embeds.paths[: len(items)], latents.paths, strict=True)),
+        read_sample,
+        laws,
+        seed=args.seed,
+        caption_dropout=args.caption_dropout,
+        dropped_prompt_embeds=read_entry(embeds.paths[-1])["prompt_embeds"] if drops_captions else None,
+    )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageCms, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
-from training.data.inspection import Inspector, inspect_each
+from training.data.inspection import Inspector, dropped_record, inspect_each
 from training.errors import RefusedError
 
 
@@ -202,14 +202,7 @@ def _measure(content, name):
 
 def _decide(row, measured, sizing):
     size = measured["size"]
-    record = {
-        "id": row.id,
-        "caption": row.caption,
-        "source": {"size": list(size), "frames": 1, "fps": None},
-        "used": None,
-        "decision": "dropped",
-        "reason": None,
-    }
+    record = dropped_record(row, {"size": list(size), "frames": 1, "fps": None})
     chosen = sizing.choose(row.id, *size, 1)
     if isinstance(chosen, str):
         return record | {"reason": chosen}

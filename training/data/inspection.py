@@ -61,6 +61,18 @@ def decoder_identity():
     return code_identity(_DECODER_FILES, _DECODER_PACKAGES)
 
 
+def dropped_record(row, source, reason=None):
+    """Returns the line of dataset.jsonl of a row that is not used, or not yet: a dict.
+
+    Args:
+        row: The row.
+        source: Its `size` (width, height), `frames` and `fps`, or None where nothing is known.
+        reason: Why it is not used.
+    """
+    record = {"id": row.id, "caption": row.caption, "source": source, "used": None}
+    return record | {"decision": "dropped", "reason": reason}
+
+
 def inspect_each(rows, inspector, *, on_bad_sample="error", cache=None, accelerator=None):
     """Looks at every row, says which are bad, and which are enlarged a lot.
 
@@ -79,14 +91,14 @@ def inspect_each(rows, inspector, *, on_bad_sample="error", cache=None, accelera
     """
     if not rows:
         raise RefusedError("The dataset has no items.")
-    alone = accelerator is None or accelerator.num_processes == 1
-    share = rows if alone else rows[accelerator.process_index :: accelerator.num_processes]
+    rank, num_processes = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
+    share = rows[rank::num_processes]
     look = _decoded if cache is None else _cached(cache, inspector.measured_as)
     # Threads: Pillow and FFmpeg decode without holding Python's lock.
     # By the handful in large datasets, where most of what there is to do for a row may be to hand it to a thread.
     handful = 1 if len(share) < 1000 else 32
     handfuls = [share[n : n + handful] for n in range(0, len(share), handful)]
-    shown = (alone or accelerator.is_main_process) and len(share) >= 50
+    shown = rank == 0 and len(share) >= 50
     results = []
     with (
         ThreadPoolExecutor(inspector.max_threads) as pool,
@@ -95,9 +107,9 @@ def inspect_each(rows, inspector, *, on_bad_sample="error", cache=None, accelera
         for done in pool.map(lambda rows: [_inspect(row, inspector, look) for row in rows], handfuls):
             results += done
             bar.update(len(done))
-    if not alone:
+    if num_processes > 1:
         gathered = gather_from_all(accelerator, results)
-        results = [gathered[n % len(gathered)][n // len(gathered)] for n in range(len(rows))]
+        results = [gathered[n % num_processes][n // num_processes] for n in range(len(rows))]
     items = [Item(row, *result[:2]) for row, result in zip(rows, results, strict=True)]
     _judge(items, [problem for *_, problem in results], inspector.what, on_bad_sample)
     return items
@@ -113,8 +125,7 @@ def _inspect(row, inspector, look):
         return inspector.decide(row, measured), digest, None
     except RefusedError as error:
         text = str(error)
-        record = {"id": row.id, "caption": row.caption, "source": None, "used": None, "decision": "dropped"}
-        record["reason"] = text.removeprefix(row.name).lstrip(": ")
+        record = dropped_record(row, None, text.removeprefix(row.name).lstrip(": "))
         named = text.startswith((f"{row.name} ", f"{row.name}:"))
         return record, digest, text if named else f"{row.name}: {text}"
 

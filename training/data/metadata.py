@@ -202,6 +202,11 @@ def read_sidecars(dataset_path, *, allow_missing_captions=False, media_suffixes=
     return _judge_captions(items, dataset_path, allow_missing_captions, media_suffixes)
 
 
+def frame_names(folder):
+    """Returns the names of the pictures in a folder of frames, in no order."""
+    return [name for name in os.listdir(folder) if not name.startswith(".") and _suffix(name) in IMAGE_SUFFIXES]
+
+
 def first_five(problems):
     """Returns the first five problems, one a line, and how many more there are."""
     lines = [f"  {problem}" for problem in problems[:5]]
@@ -340,16 +345,18 @@ def _find_metadata(folder, files, dataset_metadata, media_suffixes):
         raise RefusedError(
             f"{folder} has several metadata files ({', '.join(found)}): pick one by --dataset_metadata."
         )
-    place = os.path.dirname(found[0]) + "/" if found and "/" in found[0] else ""
-    texts = {_stem(name) for name in files if _suffix(name) == ".txt"}
-    outside = [name for name in files if _suffix(name) in media_suffixes and _stem(name) in texts]
-    outside = [name for name in outside if not name.startswith(place)]
-    if outside:
-        raise RefusedError(
-            f"{folder} has a metadata file in a sub-folder, {found[0]}, and {len(outside)} files with texts "
-            f"elsewhere: pick it by --dataset_metadata, or give the sub-folder.\n{first_five(outside)}"
-        )
-    return os.path.join(folder, found[0]) if found else None
+    if not found:
+        return None
+    if "/" in found[0]:
+        place, texts = os.path.dirname(found[0]) + "/", _texts_by_stem(files)
+        elsewhere = [name for name in files if _suffix(name) in media_suffixes and not name.startswith(place)]
+        outside = [name for name in elsewhere if _stem(name) in texts]
+        if outside:
+            raise RefusedError(
+                f"{folder} has a metadata file in a sub-folder, {found[0]}, and {len(outside)} files with texts "
+                f"elsewhere: pick it by --dataset_metadata, or give the sub-folder.\n{first_five(outside)}"
+            )
+    return os.path.join(folder, found[0])
 
 
 def _is_hub_layout(files, media_suffixes):
@@ -364,10 +371,7 @@ def _is_hub_layout(files, media_suffixes):
 
 
 def _sidecar_items(folder, files, media_suffixes, frame_folders):
-    texts, doubled = {}, {}
-    for name in files:
-        if _suffix(name) == ".txt" and texts.setdefault(_stem(name), name) != name:
-            doubled.setdefault(_stem(name), [texts[_stem(name)]]).append(name)
+    texts = _texts_by_stem(files)
     media, frames = {}, set()
     if frame_folders:
         folders = _picture_folders(files)
@@ -381,15 +385,16 @@ def _sidecar_items(folder, files, media_suffixes, frame_folders):
             media.setdefault(_stem(name), []).append(name)
     captions, problems = {}, {}
     for key in media.keys() & texts.keys():
-        if key in doubled:
-            problems[key] = f"it has more than one text: {', '.join(doubled[key])}"
+        text = texts[key][0]
+        if texts[key][1:]:
+            problems[key] = f"it has more than one text: {', '.join(texts[key])}"
         if media[key][1:]:
-            problems[key] = f"{texts[key]} is the caption of more than one file: {', '.join(media[key])}"
+            problems[key] = f"{text} is the caption of more than one file: {', '.join(media[key])}"
         try:
-            captions[key] = _read_text(os.path.join(folder, texts[key]), texts[key])
+            captions[key] = _read_text(os.path.join(folder, text), text)
         except RefusedError as error:
             captions[key], problems[key] = "", str(error)
-    orphans = [name for key, name in texts.items() if key not in media]
+    orphans = [name for key, names in texts.items() if key not in media for name in names]
     if orphans:
         logger.warning("%s has %d texts without a file of their name:\n%s", folder, len(orphans), first_five(orphans))
     items = [
@@ -405,9 +410,18 @@ def _stem(name):
     return unicodedata.normalize("NFC", os.path.splitext(name)[0])
 
 
+def _texts_by_stem(files):
+    """Returns the names of the sidecar texts by their stems: one each, in an orderly folder."""
+    texts = {}
+    for name in files:
+        if _suffix(name) == ".txt":
+            texts.setdefault(_stem(name), []).append(name)
+    return texts
+
+
 def _picture_folders(files):
     """Returns the pictures of each folder, itself in no other, whose pictures have no texts or clips beside them."""
-    folders, no_clips, texts = {}, set(), {_stem(name) for name in files if _suffix(name) == ".txt"}
+    folders, no_clips, texts = {}, set(), _texts_by_stem(files)
     for name in files:
         place = os.path.dirname(name)
         if _suffix(name) in IMAGE_SUFFIXES:
@@ -449,8 +463,8 @@ def _metadata_items(folder, files, metadata, given_columns, allow_missing_captio
 
     if respelt:
         logger.info("%s: %d files found under another spelling:\n%s", name, len(respelt), first_five(respelt))
-    texts = {_stem(file): file for file in files if _suffix(file) == ".txt"}
-    unread = [texts[_stem(item_id)] for item_id in origins if _stem(item_id) in texts]
+    texts = _texts_by_stem(files)
+    unread = [text for item_id in origins for text in texts.get(_stem(item_id), ())]
     if unread:
         logger.warning(
             "%d texts beside files are not read, since %s has the captions:\n%s", len(unread), name, first_five(unread)

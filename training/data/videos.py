@@ -24,8 +24,8 @@ from PIL import Image
 from training.arguments import round_down_frames
 from training.data.buckets import keyed_draw
 from training.data.images import PICTURE_FORMATS, cover_and_crop, on_white, open_image, to_tensor
-from training.data.inspection import Inspector, inspect_each
-from training.data.metadata import IMAGE_SUFFIXES, first_five
+from training.data.inspection import Inspector, dropped_record, inspect_each
+from training.data.metadata import IMAGE_SUFFIXES, first_five, frame_names
 from training.errors import RefusedError
 
 
@@ -126,14 +126,7 @@ def _decide(row, measured, *, sizing, fps, clip_part, min_frames):
     size, times, num_frames = measured["size"], measured["times"], measured["num_frames"]
     if len(times) <= 2:
         times = np.linspace(times[0], times[-1], num_frames)
-    record = {
-        "id": row.id,
-        "caption": row.caption,
-        "source": {"size": list(size), "frames": num_frames, "fps": measured["fps"]},
-        "used": None,
-        "decision": "dropped",
-        "reason": None,
-    }
+    record = dropped_record(row, {"size": list(size), "frames": num_frames, "fps": measured["fps"]})
 
     late = LATE * (times[-1] - times[0]) / max(1, num_frames - 1)
     late += min(LATE_SECONDS, late)
@@ -229,10 +222,9 @@ def _kind(media):
 def _frame_files(folder, name):
     """Returns the paths of the pictures in a folder, numbers in their names in the order of their values."""
     try:
-        files = [file for file in os.listdir(folder) if not file.startswith(".")]
+        files = frame_names(folder)
     except OSError as error:
         raise RefusedError(f"{name} cannot be read: {error.strerror}.") from error
-    files = [file for file in files if os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES]
     if not files:
         raise RefusedError(f"{name} is a folder without pictures ({', '.join(IMAGE_SUFFIXES)}).")
 
