@@ -25,6 +25,10 @@ FAMILY = {
     "timestep_sampling": "logit_normal",
     "sigma_shift": "the model's own for the size of each picture (2.00 at 1024x1024)",
     "dropped_caption": 'the caption " "',
+    "negative_prompt": " ",
+    "described_negative_prompt": 'a blank, " "',
+    "guidance_scale": 4.0,
+    "num_inference_steps": 50,
 }
 
 # bitsandbytes, if it is installed, warns at import of CPU kernels that nothing here uses.
@@ -69,6 +73,7 @@ from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
 from training.reporting import RunRecord
+from training.validation import Validation, hold_out, preview_prompts, preview_size
 
 
 DROPPED_CAPTION = " "
@@ -80,7 +85,7 @@ class QwenImageTrainingModule(DiffusionTrainingModule):
     Args:
         transformer (`QwenImageTransformer2DModel`)
         use_gradient_checkpointing, use_gradient_checkpointing_offload (`bool` or one per block)
-        loss_weighting (`str`): See `flow_loss`.
+        loss_weighting (`str`): See `flow_losses`.
     """
 
     def __init__(
@@ -128,7 +133,7 @@ def main(args, log):
         scheduler = pipeline.load_scheduler(model, **hub)
         tokenizer = pipeline.load_tokenizer(model, **hub)
     optimizer_class, optimizer_arguments = find_optimizer(args)
-    checkpoint, resumed = find_checkpoint(args)
+    checkpoint, resumed = find_checkpoint(args, accelerator)
     never_trained = pipeline.never_trained_modules(skeleton)
     if args.training_mode == "lora":
         targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
@@ -141,22 +146,23 @@ def main(args, log):
         cache=cache,
         accelerator=accelerator,
     )
-    items = [item for item in inspected if item.record["decision"] == "used"]
+    items, held_out = hold_out(args, [item for item in inspected if item.record["decision"] == "used"])
     sizes = [item.record["used"]["size"] for item in items]
     laws = [sigma_law(args, pipeline.sigma_shift(scheduler, height, width)) for width, height in sizes]
     batches, last_step = plan_batches(
         args, items, accelerator.num_processes, resumed=resumed, model=pipeline.describe(skeleton)
     )
-    dropped_caption = DROPPED_CAPTION if args.caption_dropout > 0 else None
-    caption_tokens = count_caption_tokens(items, dropped_caption, partial(pipeline.count_prompt_tokens, tokenizer))
+    further_captions = [DROPPED_CAPTION] * (args.caption_dropout > 0) + preview_prompts(args)
+    count_tokens = partial(pipeline.count_prompt_tokens, tokenizer)
+    caption_tokens = count_caption_tokens([*items, *held_out], further_captions, count_tokens)
     with refuse_unreadable_model(args):
         identity = partial(weights_identity, cache, model, dry_run=args.dry_run, **hub)
         text_encoder, media_encoder = identity(("text_encoder", "tokenizer")), identity(("vae",))
     embeds, latents = plan_encodings(
         cache,
         accelerator,
-        items,
-        dropped_caption=dropped_caption,
+        [*items, *held_out],
+        further_captions=further_captions,
         text_encoder=text_encoder,
         media_encoder=media_encoder,
         pipeline_file=pipeline.__file__,
@@ -182,6 +188,8 @@ def main(args, log):
         records=[item.record for item in items],
         caption_tokens=caption_tokens,
         to_encode={"text encoder": embeds.missing, "VAE": latents.missing},
+        held_out=[item.record for item in held_out],
+        previews=preview_size(args, items) if args.validation_prompt else None,
     )
     plan = plan_memory(args, forecast)
     if not args.dry_run:
@@ -228,10 +236,11 @@ def main(args, log):
         points=("VAE", "caching done"),
     )
     log.point("encoders gone")
-    dataset = encoded_dataset(args, items, embeds, latents, laws)
+    dataset = encoded_dataset(args, items, embeds, latents, laws, dropped_caption=DROPPED_CAPTION)
 
     # ---- the transformer
     with refuse_unreadable_model(args):
+        stock_preview = pipeline.load_preview_pipeline(model, **hub) if args.validation_prompt else None
         transformer = pipeline.load_transformer(model, dtype=dtype, transformer_path=args.transformer_path, **hub)
     log.point("transformer loaded")
     module = make_module(args, transformer, names, **plan.arguments("transformer_blocks"))
@@ -241,6 +250,21 @@ def main(args, log):
         log.point("adapters")
 
     # ---- training and its results
+    validation = None
+    if args.validation_prompt or held_out:
+        height, width, num_frames = preview_size(args, items)
+        settings = {name: getattr(args, name) for name in ("guidance_scale", "num_inference_steps")}
+        settings |= {"height": height, "width": width, "num_frames": num_frames, "images": []}
+        validation = Validation(
+            accelerator,
+            args,
+            module,
+            embeds,
+            latents,
+            held_out,
+            pipeline=stock_preview,
+            sample=partial(pipeline.sample, **settings, seed=args.validation_seed),
+        )
     train(
         accelerator,
         module,
@@ -252,6 +276,7 @@ def main(args, log):
         optimizer_arguments=optimizer_arguments,
         steps=range(resumed["step"] + 1, last_step + 1),
         checkpoint=checkpoint,
+        validation=validation,
     )
     log.point("saving")
     if accelerator.is_main_process:

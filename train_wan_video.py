@@ -16,7 +16,7 @@ from training.errors import exit_codes
 
 # What the help text says; the values themselves depend on the model and stand in its `WanVariant`.
 FAMILY = {
-    "flags": ("num_frames", "fps", "clip_part", "task", "expert"),
+    "flags": ("num_frames", "fps", "clip_part", "task", "expert", "validation_image"),
     "divisor": "16 (TI2V-5B: 32)",
     "height": "480 (TI2V-5B: 704)",
     "width": "832 (TI2V-5B: 1280)",
@@ -28,6 +28,9 @@ FAMILY = {
     "timestep_sampling": "uniform",
     "sigma_shift": "5, but 3 for Wan2.1 T2V and I2V up to 832x480 pixels",
     "dropped_caption": "an empty caption",
+    "described_negative_prompt": "the one that the model's authors use, in Chinese",
+    "guidance_scale": "5.0 (A14B: 4.0 and, for low noise, 3.0; from image to video 3.5)",
+    "num_inference_steps": "50 (A14B: 40)",
 }
 
 # bitsandbytes, if it is installed, warns at import of CPU kernels that nothing here uses.
@@ -68,7 +71,7 @@ from training.data.metadata import IMAGE_SUFFIXES, read_datasets
 from training.data.report import draw_contact_sheet
 from training.data.videos import VIDEO_SUFFIXES, inspect_clips, read_clip
 from training.errors import RefusedError, refuse_unreadable_model
-from training.export import LORA_FILE, export
+from training.export import LORA_FILE, export, load_result
 from training.flow_matching import sigma_law
 from training.forecast import Launch, RunForecast, plan_memory
 from training.launch import make_output_dir, start_accelerator
@@ -77,6 +80,7 @@ from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
 from training.reporting import RunRecord
+from training.validation import Validation, hold_out, preview_prompts, preview_size, read_preview_images
 
 
 DROPPED_CAPTION = ""
@@ -89,7 +93,7 @@ class WanVideoTrainingModule(DiffusionTrainingModule):
         transformer (`WanTransformer3DModel`)
         first_frame_is_clean (`bool`): TI2V-5B from image to video: its condition is the first latent frame itself.
         use_gradient_checkpointing, use_gradient_checkpointing_offload (`bool` or one per block)
-        loss_weighting (`str`): See `flow_loss`.
+        loss_weighting (`str`): See `flow_losses`.
     """
 
     def __init__(
@@ -131,6 +135,11 @@ class WanVideoTrainingModule(DiffusionTrainingModule):
         return flow[:, :, 1:] if self.first_frame_is_clean else flow
 
 
+def other_expert(variant, expert):
+    """Return the expert that samples beside this one, None for an only transformer."""
+    return next((name for name in variant.experts if name != expert), None)
+
+
 def main(args, log):
     accelerator = start_accelerator(args)
     log.begin(accelerator.device)
@@ -147,6 +156,8 @@ def main(args, log):
         )
         tokenizer = pipeline.load_tokenizer(model, **hub)
     values = {"experts": variant.experts, "lora_target_modules": ",".join(pipeline.default_lora_targets(skeleton))}
+    values |= {"negative_prompt": pipeline.NEGATIVE_PROMPT, "guidance_scale": variant.guidance_scales[0]}
+    values["num_inference_steps"] = variant.num_inference_steps
     resolve_for_model(args, dataclasses.asdict(variant) | values)
     task = args.task or variant.tasks[0]
     min_frames = pipeline.min_frames(task)
@@ -160,7 +171,7 @@ def main(args, log):
     experts = variant.experts if args.expert == "both" else (args.expert,)
     places = {expert: pipeline.transformer_subfolder(expert) for expert in experts}
     optimizer_class, optimizer_arguments = find_optimizer(args)
-    checkpoint, resumed = find_checkpoint(args)
+    checkpoint, resumed = find_checkpoint(args, accelerator)
     never_trained = pipeline.never_trained_modules(skeleton)
     if args.training_mode == "lora":
         targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
@@ -179,7 +190,8 @@ def main(args, log):
         cache=cache,
         accelerator=accelerator,
     )
-    items = [item for item in inspected if item.record["decision"] == "used"]
+    items, held_out = hold_out(args, [item for item in inspected if item.record["decision"] == "used"])
+    preview_images = read_preview_images(args, *preview_size(args, items)[:2])
     sizes = [item.record["used"]["size"] for item in items]
     laws = {
         expert: [
@@ -202,8 +214,9 @@ def main(args, log):
                 f"--resume_from_checkpoint: the checkpoint is of a later expert, and {output_dir} does not have the "
                 f"LoRA of {expert}; resume in the --output_dir of that run."
             )
-    dropped_caption = DROPPED_CAPTION if args.caption_dropout > 0 else None
-    caption_tokens = count_caption_tokens(items, dropped_caption, partial(pipeline.count_prompt_tokens, tokenizer))
+    further_captions = [DROPPED_CAPTION] * (args.caption_dropout > 0) + preview_prompts(args)
+    count_tokens = partial(pipeline.count_prompt_tokens, tokenizer)
+    caption_tokens = count_caption_tokens([*items, *held_out], further_captions, count_tokens)
     with refuse_unreadable_model(args):
         identity = partial(weights_identity, cache, model, dry_run=args.dry_run, **hub)
         text_encoder = identity(("text_encoder", "tokenizer"))
@@ -211,8 +224,8 @@ def main(args, log):
     embeds, latents = plan_encodings(
         cache,
         accelerator,
-        items,
-        dropped_caption=dropped_caption,
+        [*items, *held_out],
+        further_captions=further_captions,
         text_encoder=text_encoder,
         media_encoder=f"{media_encoder} {task} {variant.expand_timesteps}",
         pipeline_file=pipeline.__file__,
@@ -243,12 +256,17 @@ def main(args, log):
         records=[item.record for item in items],
         caption_tokens=dict.fromkeys(caption_tokens, pipeline.MAX_SEQUENCE_LENGTH),  # padded
         to_encode={"text encoder": embeds.missing, "VAE": latents.missing},
+        held_out=[item.record for item in held_out],
+        previews=preview_size(args, items) if args.validation_prompt else None,
     )
     plan = plan_memory(args, forecast)
     if not args.dry_run:
         with refuse_unreadable_model(args):
             for subfolder in places.values():
                 pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path, subfolder=subfolder)
+            for expert in (other_expert(variant, expert) for expert in experts if args.validation_prompt):
+                if expert is not None:
+                    pipeline.check_weights(skeleton, model, subfolder=pipeline.transformer_subfolder(expert))
     make_output_dir(output_dir)
     run = RunRecord(
         accelerator,
@@ -289,13 +307,22 @@ def main(args, log):
     )
     log.point("encoders gone")
 
+    def load_other_expert(expert, stock):
+        place = pipeline.transformer_subfolder(expert)
+        stock.register_modules(**{place: pipeline.load_transformer(model, dtype=dtype, subfolder=place, **hub)})
+        if expert in experts and (output_dir / expert / LORA_FILE).is_file():  # trained by this run
+            load_result(stock, output_dir / expert, place)
+
     def train_expert(expert, steps_before):
         # A function, so that nothing of one expert is left when the next is loaded.
         resumed_steps = max(resumed["step"] - steps_before, 0)
-        dataset = encoded_dataset(args, items, embeds, latents, laws[expert])
+        dataset = encoded_dataset(args, items, embeds, latents, laws[expert], dropped_caption=DROPPED_CAPTION)
 
         # ---- the transformer
         with refuse_unreadable_model(args):
+            stock_preview = None
+            if args.validation_prompt:
+                stock_preview = pipeline.load_preview_pipeline(model, task=task, **hub)
             transformer = pipeline.load_transformer(
                 model, dtype=dtype, transformer_path=args.transformer_path, subfolder=places[expert], **hub
             )
@@ -307,6 +334,27 @@ def main(args, log):
             log.point("adapters")
 
         # ---- training and its results
+        validation = None
+        if args.validation_prompt or held_out:
+            height, width, num_frames = preview_size(args, items)
+            settings = {name: getattr(args, name) for name in ("guidance_scale", "num_inference_steps")}
+            settings |= {"height": height, "width": width, "num_frames": num_frames, "images": preview_images}
+            if expert is not None and args.guidance_scale == variant.guidance_scales[0]:
+                settings["guidance_scale_2"] = variant.guidance_scales[1]
+            validation = Validation(
+                accelerator,
+                args,
+                module,
+                embeds,
+                latents,
+                held_out,
+                pipeline=stock_preview,
+                sample=partial(pipeline.sample, **settings, seed=args.validation_seed),
+                sigma_range=variant.sigma_range(expert),
+                place=places[expert],
+                load_other=partial(load_other_expert, other_expert(variant, expert)) if expert is not None else None,
+                fps=args.fps,
+            )
         train(
             start_accelerator(args),  # one for each, since it holds on to what it has prepared
             module,
@@ -318,6 +366,7 @@ def main(args, log):
             optimizer_arguments=optimizer_arguments,
             steps=range(resumed_steps + 1, last_step + 1),
             checkpoint=checkpoint if resumed_steps else None,
+            validation=validation,
             expert=expert,
             steps_before=steps_before,
         )

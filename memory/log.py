@@ -1,5 +1,6 @@
 """Where the memory of a run goes: named points, the first steps by category, and what to say when it runs out."""
 
+import contextlib
 import re
 import time
 import weakref
@@ -16,7 +17,7 @@ NUM_WATCHED_STEPS = 3
 MAX_SAMPLES = 4000
 
 # From the bottom of the picture to its top: what is there all the time comes first.
-CATEGORIES = ("weights", "adapters", "optimizer_state", "gradients", "batch", "activations")
+CATEGORIES = ("weights", "adapters", "optimizer_state", "ema", "gradients", "batch", "activations")
 
 # One of them is in the message of every error that means "no memory is left", whatever its class.
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
@@ -51,6 +52,7 @@ class MemoryLog:
         self._device = torch.device("cpu")
         self._start = time.perf_counter()
         self._process = psutil.Process()
+        self._repeated = set()  # points that the table leaves out
         self._peaks = {}  # mark -> the highest peak since `peak_since` was asked about it
         self._step = None  # the optimizer step that is being made
         self._module = lambda: None  # a weak reference to what is trained
@@ -120,7 +122,9 @@ class MemoryLog:
         keys = ("allocated_bytes", "reserved_bytes", "peak_bytes", "host_rss_bytes", "pinned_bytes")
         scale, unit = _unit(max((point[key] or 0 for point in self.points for key in keys), default=0))
         rows = [("memory at", "seconds", "allocated", "reserved", "peak since", "host", "pinned", unit)]
-        for point in self.points:
+        for number, point in enumerate(self.points):
+            if number in self._repeated:
+                continue
             sizes = ["-" if point[key] is None else f"{point[key] / scale:.2f}" for key in keys]
             rows.append((point["name"], f"{point['seconds']:.1f}", *sizes, ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -130,23 +134,43 @@ class MemoryLog:
 
     # ---- training
 
-    def watch(self, module, optimizer, *, step):
+    def watch(self, module, optimizer, *, step, average=()):
         """Follow memory by category from now on until three optimizer steps are made; see `Watch`.
 
         Args:
             module (`nn.Module`): What is trained.
             optimizer (`torch.optim.Optimizer`): As `accelerator.prepare` returned it.
             step (`int`): Number of the first optimizer step, for messages.
+            average (`list[torch.Tensor]`): Of what is trained, if one is kept.
         """
         self._module, self._step = weakref.ref(module), step
         self.peak_since("step")
-        self.watched = Watch(self, module, optimizer, device_type=self._device.type)
+        self.watched = Watch(self, module, optimizer, device_type=self._device.type, average=average)
 
     def end_step(self):
         """Take note that an optimizer step is made; return the peak of allocated bytes during it, None on a CPU."""
         self._step += 1
         self.watched.end_step()
         return self.peak_since("step")
+
+    @contextlib.contextmanager
+    def aside(self, name):
+        """Context for what is done between two optimizer steps: a phase of its own, and no part of the next step.
+
+        Args:
+            name (`str`): Of the phase.
+        """
+        watched, where = self.watched, (self._step, self._module)
+        if any(point["name"] == name for point in self.points):
+            self._repeated |= {len(self.points), len(self.points) + 1}
+        self.point(name)
+        watched.pause()
+        self._step, self._module = None, lambda: None
+        yield
+        self._step, self._module = where
+        watched.go_on()
+        self.point("training")
+        self.peak_since("step")
 
     def end_training(self):
         """Stop watching, also after fewer than three steps."""
@@ -230,7 +254,7 @@ class Watch:
         is_open (`bool`): Whether it goes on.
     """
 
-    def __init__(self, log, module, optimizer, *, device_type):
+    def __init__(self, log, module, optimizer, *, device_type, average=()):
         while hasattr(optimizer, "optimizer"):  # the wrappers of Accelerate and DeepSpeed hold what they wrap
             optimizer = optimizer.optimizer
         self.peak_bytes, self.by_category, self.held_bytes = 0, {}, None
@@ -238,7 +262,7 @@ class Watch:
         self.phase = "batch"
         self.num_steps = 0
         self._num_events, self._stride = 0, 1
-        self._log, self._device_type = log, device_type
+        self._log, self._device_type, self._average = log, device_type, average
         self._hooks = [
             module.register_forward_pre_hook(lambda module, args: self._begin_forward(module, optimizer, args)),
             module.register_forward_hook(lambda module, args, loss: self._end_forward(loss)),
@@ -250,7 +274,8 @@ class Watch:
             parameter.register_post_accumulate_grad_hook(lambda parameter: self._count([parameter.grad], "gradients"))
             for parameter in self._trained
         ]
-        self.is_open = True
+        self.is_open, self._is_paused = True, False
+        self._knows_all = False  # weights and the optimizer's state
         self._live = LiveBytes(device_type, on_change=lambda live: self._sample())
         self._live.category = "batch"
         self._live.__enter__()
@@ -267,24 +292,39 @@ class Watch:
         if self.num_steps == NUM_WATCHED_STEPS:
             self.close()
 
+    def pause(self):
+        """Leave out what comes now, until `go_on`."""
+        if self.is_open:
+            self._live.__exit__(None, None, None)
+            self._is_paused = True
+
+    def go_on(self):
+        """Follow what comes again."""
+        if self.is_open:
+            self._live.__enter__()
+            self._is_paused, self._knows_all = False, False
+
     def close(self):
         """Let go of everything; again: nothing."""
         if self.is_open:
             self.is_open = False
-            self._live.__exit__(None, None, None)
+            if not self._is_paused:
+                self._live.__exit__(None, None, None)
             for hook in self._hooks:
                 hook.remove()
-            self._live, self._hooks, self._trained = None, [], []
+            self._live, self._hooks, self._trained, self._average = None, [], [], ()
 
     def _begin(self, phase, category):
         self.phase, self._live.category = phase, category
 
     def _begin_forward(self, module, optimizer, args):
-        if self.held_bytes is None:
+        if not self._knows_all:
+            self._knows_all = True
             # Now, since preparing or resuming may have replaced the tensors. The parameters come last: an optimizer
             # has them too, where they are their own fp32 masters.
             masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             self._count([*masters, *tree_leaves(list(optimizer.state.values()))], "optimizer_state")
+            self._count(self._average, "ema")
             self._count([*module.parameters(), *module.buffers()], "weights")
             self._count([p for name, p in module.named_parameters() if ".lora_" in name], "adapters")
         self._count(tree_leaves(args), "batch")

@@ -57,6 +57,43 @@ def load_vae(pretrained_model_name_or_path, *, device, **hub):
     return vae.to(device)
 
 
+def load_preview_pipeline(pretrained_model_name_or_path, *, dtype=torch.float32, **hub):
+    """Load the stock pipeline on the CPU without its transformer and text encoder; the VAE is in fp32."""
+    return QwenImagePipeline.from_pretrained(
+        pretrained_model_name_or_path, text_encoder=None, tokenizer=None, transformer=None, dtype=dtype, **hub
+    )
+
+
+def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, height, width, num_frames, images, seed, **settings):
+    """Sample one picture as the stock pipeline does.
+
+    Args:
+        pipeline (`QwenImagePipeline`)
+        prompt_embeds, negative_prompt_embeds (`torch.Tensor` of shape (L, J)): The second None: without guidance.
+        height, width (`int`): In pixels.
+        num_frames, images: For clips.
+        seed (`int`): Of the noise, which is drawn on the CPU.
+        settings: `guidance_scale`, which the pipeline calls `true_cfg_scale`, and `num_inference_steps`.
+
+    Returns:
+        `list[PIL.Image.Image]`: The picture.
+    """
+    dtype, given = pipeline.transformer.img_in.weight.dtype, {}
+    for name, embeds in (("prompt_embeds", prompt_embeds), ("negative_prompt_embeds", negative_prompt_embeds)):
+        if embeds is not None:
+            given[name] = embeds[None].to(pipeline._execution_device, dtype)  # (1, L, J)
+            given[f"{name}_mask"] = torch.ones(1, len(embeds), dtype=torch.bool, device=given[name].device)
+    return pipeline(
+        **given,
+        true_cfg_scale=settings["guidance_scale"] if negative_prompt_embeds is not None else 1.0,
+        num_inference_steps=settings["num_inference_steps"],
+        height=height,
+        width=width,
+        max_sequence_length=pipeline.tokenizer_max_length,
+        generator=torch.Generator().manual_seed(seed),
+    ).images
+
+
 load_transformer = functools.partial(loading.load_transformer, QwenImageTransformer2DModel)
 load_transformer_skeleton = functools.partial(loading.load_transformer_skeleton, QwenImageTransformer2DModel)
 load_scheduler = functools.partial(loading.load_scheduler, FlowMatchEulerDiscreteScheduler)
@@ -100,7 +137,7 @@ def encoder_skeletons(pretrained_model_name_or_path, *, num_tokens, height, widt
     Returns:
         `dict[str, tuple[list[nn.Module], Callable[[], dict[str, torch.Tensor]]]]`: Phase -> its modules, on the meta
         device, and what runs them, once they are elsewhere, as encoding a caption or a picture does. Together the
-        results are what a sample holds.
+        results are what a sample holds. "previews" holds what these need beside the transformer.
     """
     source = {"pretrained_model_name_or_path": pretrained_model_name_or_path, "revision": revision}
     config = AutoConfig.from_pretrained(subfolder="text_encoder", **source)
@@ -119,7 +156,15 @@ def encoder_skeletons(pretrained_model_name_or_path, *, num_tokens, height, widt
     def encode_pixels():
         return encode_image(vae, torch.empty(3, height, width))
 
-    return {"text encoder": ([text_encoder], encode_prompt), "VAE": ([vae], encode_pixels)}
+    def decode():
+        vae.decode(torch.empty(1, vae.config.z_dim, 1, height // 8, width // 8))
+        return {}
+
+    return {
+        "text encoder": ([text_encoder], encode_prompt),
+        "VAE": ([vae], encode_pixels),
+        "previews": ([vae], decode),
+    }
 
 
 def count_prompt_tokens(pipeline, prompt):

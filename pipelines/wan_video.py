@@ -25,6 +25,13 @@ from pipelines import loading
 # The pipelines cut and pad prompts to this, though `encode_prompt` alone would take 226.
 MAX_SEQUENCE_LENGTH = 512
 
+# With which the authors sample: `sample_neg_prompt` of their inference code.
+NEGATIVE_PROMPT = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
+    "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，"
+    "静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
+)
+
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj", "ffn.net.0.proj", "ffn.net.2")
 
 
@@ -56,6 +63,18 @@ class WanVariant:
     def experts(self):
         """The names of the experts, empty where there is one transformer."""
         return () if self.boundary_ratio is None else ("high_noise", "low_noise")
+
+    @property
+    def guidance_scales(self):
+        """What sampling is guided with: of the only transformer, or of the experts for high and low noise."""
+        if not self.experts:
+            return (5.0,)
+        return (4.0, 3.0) if self.tasks == ("t2v",) else (3.5, 3.5)
+
+    @property
+    def num_inference_steps(self):
+        """In how many steps the model is sampled."""
+        return 40 if self.experts else 50
 
     def num_tokens(self, height, width, num_frames):
         """Return T, the tokens of a clip at a size in pixels."""
@@ -167,6 +186,42 @@ def load_clip_encoder(pretrained_model_name_or_path, *, device, **hub):
     return pipeline.to(device)
 
 
+def load_preview_pipeline(pretrained_model_name_or_path, *, task, dtype=torch.float32, **hub):
+    """Load the stock pipeline of a task on the CPU without transformers and text encoder; the rest is in fp32."""
+    parts = {"tokenizer": None, "text_encoder": None, "transformer": None, "transformer_2": None}
+    pipeline_class = WanPipeline if task == "t2v" else WanImageToVideoPipeline
+    return pipeline_class.from_pretrained(pretrained_model_name_or_path, dtype=dtype, **parts, **hub)
+
+
+def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, height, width, num_frames, images, seed, **settings):
+    """Sample one clip as the stock pipeline does.
+
+    Args:
+        pipeline (`WanPipeline` or `WanImageToVideoPipeline`)
+        prompt_embeds, negative_prompt_embeds (`torch.Tensor` of shape (L, J)): The second None: without guidance.
+        height, width (`int`), num_frames (`int`): In pixels and frames.
+        images (`list[PIL.Image.Image]`): None, the first frame, or the first and the last one, of that size.
+        seed (`int`): Of the noise, which is drawn on the CPU.
+        settings: `guidance_scale`, `guidance_scale_2` (of the expert for low noise) and `num_inference_steps`.
+
+    Returns:
+        `list[PIL.Image.Image]`: The frames.
+    """
+    device = pipeline._execution_device
+    if negative_prompt_embeds is not None:
+        settings["negative_prompt_embeds"] = negative_prompt_embeds[None].to(device)  # (1, L, J)
+    settings |= dict(zip(("image", "last_image"), images, strict=False))
+    return pipeline(
+        prompt_embeds=prompt_embeds[None].to(device),
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        generator=torch.Generator().manual_seed(seed),
+        output_type="pil",
+        **settings,
+    ).frames[0]
+
+
 # ---------------------------------------------------------------- encoding
 
 
@@ -263,7 +318,7 @@ def encoder_skeletons(pretrained_model_name_or_path, *, task, height, width, num
     Returns:
         `dict[str, tuple[list[nn.Module], Callable[[], dict[str, torch.Tensor]]]]`: Phase -> its modules, on the meta
         device, and what runs them, once they are elsewhere, as encoding a caption or a clip does. Together the results
-        are what a sample holds.
+        are what a sample holds. "previews" holds what these need beside the transformer.
     """
     source = {"pretrained_model_name_or_path": pretrained_model_name_or_path, "revision": revision}
     index = WanPipeline.load_config(**source)
@@ -292,8 +347,19 @@ def encoder_skeletons(pretrained_model_name_or_path, *, task, height, width, num
             sample["image_embeds"] = encoded.hidden_states[-2]
         return sample
 
+    def decode():
+        if task != "t2v":
+            encode_pixels()  # the given frames
+        scale = vae.config.scale_factor_spatial
+        vae.decode(torch.empty(1, vae.config.z_dim, (num_frames + 3) // 4, height // scale, width // scale))
+        return {}
+
     clip_encoder = [vae] if image_encoder is None else [vae, image_encoder]
-    return {"text encoder": ([text_encoder], encode_prompt), "VAE": (clip_encoder, encode_pixels)}
+    return {
+        "text encoder": ([text_encoder], encode_prompt),
+        "VAE": (clip_encoder, encode_pixels),
+        "previews": (clip_encoder, decode),
+    }
 
 
 # ---------------------------------------------------------------- the transformer

@@ -29,7 +29,7 @@ from memory.tracking import LiveBytes
 from training.arguments import parse_args
 from training.checkpoints import list_checkpoints
 from training.export import LORA_FILE
-from training.flow_matching import add_noise, flow_loss, flow_target
+from training.flow_matching import add_noise, flow_losses, flow_target
 from training.module import ADAPTER_NAME, add_lora, find_lora_targets, lora_layers
 
 
@@ -172,7 +172,7 @@ def fixed_noise_loss(predict, latents):
     for level, sigma in enumerate(SIGMAS):
         sigmas = torch.full((len(latents),), sigma, device=latents.device)
         prediction = predict(add_noise(latents, noise[level], sigmas), sigmas)
-        losses.append(flow_loss(prediction, flow_target(latents, noise[level]), sigmas))
+        losses.append(flow_losses(prediction, flow_target(latents, noise[level]), sigmas).mean())
     return torch.stack(losses).mean().item()
 
 

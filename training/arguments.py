@@ -97,6 +97,13 @@ def _budget(text):
     return text if text == "auto" else _num_bytes(text)
 
 
+def _trackers(text):
+    names = [] if text == "none" else _names(text)
+    if not set(names) <= {"tensorboard", "wandb", "trackio"}:
+        raise ValueError
+    return list(dict.fromkeys(names))
+
+
 def _names(text):
     names = [name.strip() for name in text.split(",")]
     if not all(names):
@@ -126,6 +133,7 @@ _ALLOWED = {
     _num_bytes: "a size with its unit, such as 24GiB or 512MB",
     _budget: "auto, or a size with its unit, such as 24GiB or 512MB",
     _names: "names with commas between them",
+    _trackers: "tensorboard, wandb, trackio, with commas between them, or none",
     _key_value: "key=value",
     str: "text",
 }
@@ -137,6 +145,7 @@ _METAVARS = {
     _seed: "N",
     _counts: "N,M",
     _names: "NAME,NAME",
+    _trackers: "NAME,NAME|none",
     _key_value: "KEY=VALUE",
 }
 
@@ -306,15 +315,78 @@ FLAGS = {
             "none",
             "Weight of each sample's loss by its sigma, as diffusers' compute_loss_weighting_for_sd3 names them.",
         ),
+        (
+            "ema",
+            SWITCH,
+            False,
+            "Keep an average of the trained weights, in fp32; that is what is exported, previewed and validated.",
+        ),
+        (
+            "ema_decay",
+            _dropout,
+            DERIVED,
+            "Weight of what the average was before each step, at most (1 + n) / (10 + n) after n. Default: 0.999.",
+        ),
+        ("offload_ema", SWITCH, False, "Keep the average in host memory: saves 4 bytes per weight, slows each step."),
+        (
+            "max_skipped_steps",
+            _natural,
+            0,
+            "Optimizer steps in a row that may be left out because loss or gradient is not finite; each is looked at "
+            "then, which makes the host wait for the device. 0: the run stops at the first.",
+        ),
     ],
     "saving": [
         ("output_dir", str, REQUIRED, "Folder for everything that the run leaves."),
         ("checkpointing_steps", _positive_int, None, "Save the training state every so many steps. Default: off."),
         ("checkpoints_total_limit", _positive_int, None, "Keep the newest so many checkpoints. Default: all."),
-        ("resume_from_checkpoint", str, None, "Go on from a checkpoint folder, or from the latest one: latest."),
+        (
+            "resume_from_checkpoint",
+            str,
+            None,
+            "Go on from a checkpoint folder, or from the latest complete one in the output_dir: latest. If there is "
+            "none yet, the run starts at its first step.",
+        ),
+        ("push_to_hub", SWITCH, False, "Upload the result, its model card and the last previews to the hub."),
+        ("hub_model_id", str, None, "Repository for push_to_hub. Default: the name of the output_dir."),
     ],
     "reporting": [
+        ("report_to", _trackers, DERIVED, "Trackers that get the numbers and previews too. Default: none."),
         ("logging_steps", _positive_int, 10, "Write metrics and show the loss every so many optimizer steps."),
+        (
+            "validation_prompt",
+            str,
+            None,
+            "Prompt of a preview by the stock pipeline. Repeatable. Default: no previews.",
+        ),
+        (
+            "validation_image",
+            str,
+            None,
+            "First frame of the previews, for models from image to video; twice: first and last. Repeatable.",
+        ),
+        (
+            "validation_steps",
+            _positive_int,
+            None,
+            "Make previews, and measure the loss of what is held out, every so many optimizer steps. Default: after "
+            "the last step only.",
+        ),
+        (
+            "validation_split",
+            _dropout,
+            0.0,
+            "Share of the items that is held out: not trained, its loss measured at fixed sigmas and noise. 0 is off.",
+        ),
+        ("negative_prompt", str, DERIVED, "Of the previews. Default: {described_negative_prompt}."),
+        (
+            "guidance_scale",
+            _non_negative,
+            DERIVED,
+            "Of the previews; up to 1 is without guidance. Default: {guidance_scale}.",
+        ),
+        ("num_inference_steps", _positive_int, DERIVED, "Of the previews. Default: {num_inference_steps}."),
+        ("validation_seed", _seed, DERIVED, "Of the previews' noise and that of held-out items. Default: the seed."),
     ],
     "files": [
         (
@@ -346,7 +418,13 @@ CONFIG_ONLY = ("datasets", "bucket_config")
 _SIZE_FLAGS = ("height", "width", "max_pixels", "num_frames", "train_batch_size")
 
 # Flags that are for some families only, which name them in their values under "flags".
-_FAMILY_FLAGS = {"num_frames", "fps", "clip_part", "task", "expert"}
+_FAMILY_FLAGS = {"num_frames", "fps", "clip_part", "task", "expert", "validation_image"}
+
+# Flags that can stand several times; in a config file a list.
+_REPEATABLE = ("config", "validation_prompt", "validation_image")
+
+# What says how previews are made.
+_PREVIEW_FLAGS = ("validation_image", "negative_prompt", "guidance_scale", "num_inference_steps")
 
 
 def _specs(values):
@@ -410,7 +488,7 @@ def _build_parser(description, values):
             options["metavar"] = "|".join(kind) if isinstance(kind, tuple) else _METAVARS.get(kind, "X")
             if name == "optimizer_args":
                 options["nargs"] = "+"
-            if name == "config":
+            if name in _REPEATABLE:
                 options["action"] = "append"
         groups[group].add_argument(f"--{name}", **options)
     return parser
@@ -450,17 +528,22 @@ def _read_config(path, kinds):
         content = yaml.load(file.read_text(encoding="utf-8-sig"), Loader=_unique_keys(yaml))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RefusedError(f"--config: {path} is not YAML: {' '.join(str(error).split())}.") from None
-    if content in (None, ""):
+    if content is None:
         content = {}
     if not isinstance(content, dict):
         raise RefusedError(f"--config: {path} must hold one key per flag, such as 'lora_rank: 16'.")
+    if is_record := isinstance(content.get("arguments"), dict) and "versions" in content:
+        # run.json of a run: the whole of it is meant, and what was in its config files stands in it.
+        content = content["arguments"] | dict.fromkeys(("config", "resume_from_checkpoint"))
     settings = {}
     for key, value in content.items():
-        unset = value in ("", "null", "~")
-        if key not in (*kinds, *CONFIG_ONLY) or (key == "config" and not unset):
+        if key not in (*kinds, *CONFIG_ONLY) or (key == "config" and value is not None):
             known = [name for name in (*kinds, *CONFIG_ONLY) if name != "config"]
-            raise RefusedError(f"{path}: unknown key {key!r}; the nearest is {_nearest(key, known)}.")
-        if unset:
+            raise RefusedError(f"{path}: unknown key {key!r}; the nearest is {_nearest(str(key), known)}.")
+        if value is None or (value == [] and kinds.get(key) is _trackers):
+            continue
+        if is_record and kinds.get(key) in (_num_bytes, _budget) and value.isdecimal():
+            settings[key] = int(value)
             continue
         if key == "datasets":
             settings[key] = _read_datasets(path, value, kinds)
@@ -479,20 +562,26 @@ def _read_config(path, kinds):
             ):
                 raise RefusedError(f"{path}: {key} is {value!r}; allowed is true or false.")
             settings[key] = value.lower() in ("true", "yes", "on", "1")
+        elif key in _REPEATABLE:
+            settings[key] = [_convert_in(path, key, kinds, item) for item in _as_list(value)]
         elif kinds[key] is _key_value:
             items = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else value
             settings[key] = [_convert_in(path, key, kinds, item) for item in _as_list(items)]
         else:
-            if kinds[key] in (_names, _counts) and isinstance(value, list):
-                value = ",".join(value)
+            if kinds[key] in (_names, _counts, _trackers) and isinstance(value, list):
+                value = ",".join(map(str, value))
             settings[key] = _convert_in(path, key, kinds, value)
     return settings
 
 
 def _unique_keys(yaml):
-    """Return a loader of texts that refuses a key which stands twice, of which the first would be ignored."""
+    """Return a loader of texts, and None where nothing is said, that refuses a key which stands twice: the first would
+    be ignored."""
 
     class Loader(yaml.BaseLoader):
+        def construct_scalar(self, node):
+            return None if node.style is None and node.value in ("", "null", "~") else super().construct_scalar(node)
+
         def construct_mapping(self, node, deep=False):
             mapping = super().construct_mapping(node, deep)
             if len(mapping) < len(node.value):
@@ -515,7 +604,7 @@ def _read_datasets(path, value, kinds):
         for key, text in item.items():
             if key not in DATASET_FLAGS:
                 raise RefusedError(f"{where}: unknown key {key!r}; the nearest is {_nearest(key, DATASET_FLAGS)}.")
-            if text not in ("", "null", "~"):
+            if text is not None:
                 dataset[key] = _convert_in(where, key, kinds, text)
         if dataset["dataset_path"] is None:
             raise RefusedError(f"{where} has no dataset_path.")
@@ -621,7 +710,7 @@ def parse_args(argv, *, description, values, resolve=True):
     for name, value in flags.items():
         if isinstance(value, str):
             value = _convert(name, kinds[name], value)
-        elif name == "optimizer_args":
+        elif isinstance(value, list):
             value = [_convert(name, kinds[name], item) for item in value]
         given[name] = value
 
@@ -667,7 +756,7 @@ def _refuse_without_effect(args, given):
         raise RefusedError("--checkpoints_total_limit has no effect without --checkpointing_steps.")
     if args.memory_budget is not None:
         for name in _MANUAL_MEMORY_FLAGS:
-            if name in given:
+            if getattr(args, name):
                 raise RefusedError(f"--memory_budget decides by itself what --{name} sets; remove one of the two.")
     recomputes = args.use_gradient_checkpointing or args.use_gradient_checkpointing_offload
     if args.checkpoint_blocks is not None and not recomputes:
@@ -677,6 +766,19 @@ def _refuse_without_effect(args, given):
         )
     if args.offload_buffer_size is not None and not args.use_gradient_checkpointing_offload:
         raise RefusedError("--offload_buffer_size has no effect without --use_gradient_checkpointing_offload.")
+    for name in ("ema_decay", "offload_ema"):
+        if given.get(name) and not args.ema:
+            raise RefusedError(f"--{name} has no effect without --ema.")
+    if args.hub_model_id is not None and not args.push_to_hub:
+        raise RefusedError("--hub_model_id has no effect without --push_to_hub.")
+    for name in _PREVIEW_FLAGS:
+        if name in given and args.validation_prompt is None:
+            raise RefusedError(f"--{name} has no effect without --validation_prompt.")
+    for name in ("validation_steps", "validation_seed"):
+        if name in given and args.validation_prompt is None and not args.validation_split:
+            raise RefusedError(f"--{name} has no effect without --validation_prompt or --validation_split.")
+    if given.get("guidance_scale", 2.0) <= 1 and "negative_prompt" in given:
+        raise RefusedError("--negative_prompt has no effect with a --guidance_scale of 1 or less.")
     if args.min_sigma >= args.max_sigma:
         raise RefusedError(f"--min_sigma {args.min_sigma} must be below --max_sigma {args.max_sigma}.")
 
@@ -703,6 +805,11 @@ def _resolve(args):
     if args.num_train_epochs is DERIVED:
         args.num_train_epochs = None if args.max_train_steps else 1
     args.optimizer_args = dict(args.optimizer_args or [])
+    args.report_to = [] if args.report_to is DERIVED else args.report_to
+    if args.ema_decay is DERIVED:
+        args.ema_decay = 0.999 if args.ema else None
+    if args.validation_seed is DERIVED:
+        args.validation_seed = args.seed if args.validation_prompt or args.validation_split else None
     if args.optimizer not in ("adamw", "adamw_8bit", "adafactor", "prodigy") and "." not in args.optimizer:
         raise RefusedError(
             f"--optimizer is {args.optimizer!r}; allowed are adamw, adamw_8bit, adafactor, prodigy, or the import "
@@ -723,13 +830,19 @@ def resolve_for_model(args, values):
     Args:
         args (`argparse.Namespace`): From `parse_args`; changed in place.
         values (`dict[str, Any]`):
-            `divisor` of sizes, the defaults `height`, `width` and `lora_target_modules` (names, with commas); for
-            video the defaults `num_frames` and `fps`, and what can be chosen from: `tasks` and `experts`.
+            `divisor` of sizes, the defaults `height`, `width`, `lora_target_modules` (names, with commas),
+            `negative_prompt`, `guidance_scale` and `num_inference_steps`; for video the defaults `num_frames` and
+            `fps`, and what can be chosen from: `tasks` and `experts`.
 
     Raises:
         RefusedError: A size is not a multiple of the divisor, or a choice is missing, not offered or without effect.
     """
     divisor = values["divisor"]
+    for name in ("negative_prompt", "guidance_scale", "num_inference_steps"):
+        if getattr(args, name) is DERIVED:
+            setattr(args, name, values[name] if args.validation_prompt else None)
+    if args.validation_prompt and args.guidance_scale <= 1:
+        args.negative_prompt = None
     if args.lora_target_modules is DERIVED:
         args.lora_target_modules = _names(values["lora_target_modules"])
     for name in ("height", "width"):
@@ -758,6 +871,11 @@ def resolve_for_model(args, values):
         )
         args.num_frames = num_frames
     _check_choice(args, "task", values["tasks"])
+    if args.validation_prompt:
+        wanted = {"t2v": 0, "i2v": 1, "flf2v": 2}[args.task or values["tasks"][0]]
+        held = len(args.validation_image or ())
+        if held != wanted:
+            raise RefusedError(f"--validation_image is given {held} times; previews of this model take {wanted}.")
     both = ("both",) if args.training_mode == "lora" else ()
     _check_choice(args, "expert", (*values["experts"], *both) if values["experts"] else ())
     if args.expert == "both" and args.transformer_path is not None:

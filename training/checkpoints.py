@@ -1,6 +1,8 @@
 """Training state on disk: written beside and renamed, so that a checkpoint is complete or absent."""
 
 import json
+import logging
+import os
 import pathlib
 import re
 import shutil
@@ -10,8 +12,11 @@ import safetensors.torch
 import torch
 
 from training.arguments import CONFIG_ONLY
-from training.errors import RefusedError
+from training.errors import FailedError, RefusedError
+from training.launch import gather_from_all
 
+
+logger = logging.getLogger(__name__)
 
 _STATE_FILE = "training_state.json"
 _WEIGHTS_FILE = "trainable.safetensors"
@@ -22,8 +27,10 @@ _MAY_CHANGE = {
     *("pretrained_model_name_or_path", "revision", "variant", "transformer_path", "dataset_path", "dataset_metadata"),
     *("output_dir", "resume_from_checkpoint", "config", "checkpointing_steps", "checkpoints_total_limit"),
     *("use_gradient_checkpointing", "use_gradient_checkpointing_offload", "checkpoint_blocks", "offload_buffer_size"),
-    *("memory_budget", "dry_run"),
-    *("deterministic", "logging_steps"),
+    *("memory_budget", "dry_run", "offload_ema"),
+    *("deterministic", "logging_steps", "max_skipped_steps", "push_to_hub", "hub_model_id", "report_to"),
+    *("validation_prompt", "validation_image", "validation_steps", "validation_seed"),
+    *("negative_prompt", "guidance_scale", "num_inference_steps"),
     *("lora_dtype", "lora_init_path", "max_train_steps", "num_train_epochs"),
     # Their product is compared instead.
     *("train_batch_size", "gradient_accumulation_steps"),
@@ -33,24 +40,62 @@ _MAY_CHANGE = {
 }
 
 
-def list_checkpoints(output_dir):
-    """Return the complete checkpoints of a run as `{step: path}`, oldest first."""
-    found = {}
-    for path in pathlib.Path(output_dir).glob("checkpoint-*"):
-        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
-        if match and (path / _STATE_FILE).is_file():
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
-
-
-def find_checkpoint(args):
-    """Return (path, state) of the checkpoint that `--resume_from_checkpoint` names, or (None, {"step": 0}).
+def _read_state(path):
+    """Return the state of a complete checkpoint.
 
     Raises:
-        RefusedError: There is none, its run had other settings, or a new run would mix its checkpoints with those of
-            an older one.
+        ValueError: What it lacks.
     """
-    existing = list_checkpoints(args.output_dir)
+    try:
+        state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
+        sizes = dict(state["files"])
+    except FileNotFoundError:
+        raise ValueError(f"it has no {_STATE_FILE}") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"its {_STATE_FILE} is damaged ({error!r})") from None
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            raise ValueError(f"it lacks {name}")
+        if file.stat().st_size != size:
+            raise ValueError(f"its {name} has {file.stat().st_size} bytes and had {size}")
+    return state
+
+
+def _look_at_checkpoints(output_dir):
+    """Return the checkpoints of a run as `{step: path}`, oldest first, and of each incomplete one what it lacks."""
+    complete, incomplete = {}, {}
+    for path in pathlib.Path(output_dir).glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)(\.tmp|\.old)?", path.name)
+        if match is None:
+            continue
+        try:
+            if match[2]:
+                raise ValueError("it was being written" if match[2] == ".tmp" else "it was being deleted")
+            _read_state(path)
+        except ValueError as error:
+            incomplete[path.name] = str(error)
+        else:
+            complete[int(match[1])] = path
+    return dict(sorted(complete.items())), dict(sorted(incomplete.items()))
+
+
+def list_checkpoints(output_dir):
+    """Return the complete checkpoints of a run as `{step: path}`, oldest first."""
+    return _look_at_checkpoints(output_dir)[0]
+
+
+def find_checkpoint(args, accelerator):
+    """Return (path, state) of the checkpoint that `--resume_from_checkpoint` names, or (None, {"step": 0}).
+
+    The latest is the complete one of the highest number; what is passed over for it is said. Where none is complete
+    yet, the run starts at its first step.
+
+    Raises:
+        RefusedError: There is no such checkpoint, its run had other settings, or a new run would mix its checkpoints
+            with those of an older one.
+    """
+    existing, incomplete = _look_at_checkpoints(args.output_dir)
     if args.resume_from_checkpoint is None:
         if existing:
             raise RefusedError(
@@ -59,19 +104,33 @@ def find_checkpoint(args):
             )
         return None, {"step": 0}
     if args.resume_from_checkpoint == "latest":
+        for name, lack in incomplete.items():
+            logger.warning("--resume_from_checkpoint latest passes over %s: %s", name, lack)
         if not existing:
-            raise RefusedError(f"--resume_from_checkpoint latest: {args.output_dir} holds no checkpoint.")
+            _refuse_to_repeat(args)
+            logger.warning(
+                "--resume_from_checkpoint latest: %s holds no complete checkpoint; the run starts at step 1",
+                args.output_dir,
+            )
+            return None, {"step": 0}
         path = existing[max(existing)]
     else:
         path = pathlib.Path(args.resume_from_checkpoint)
-    if not (path / _STATE_FILE).is_file():
-        raise RefusedError(f"--resume_from_checkpoint {path} is not a complete checkpoint: it has no {_STATE_FILE}.")
+    where = f"--resume_from_checkpoint {path}"
+    if path.suffix == ".safetensors" or (not (path / _STATE_FILE).exists() and any(path.glob("*.safetensors"))):
+        raise RefusedError(
+            f"{where} holds weights only: the optimizer's state, the schedule, the step and the order of the data are "
+            "not in it. Start a new run from them with --lora_init_path, or --transformer_path."
+        )
     try:
-        state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
+        state = _read_state(path)
+    except ValueError as error:
+        raise RefusedError(f"{where} is not a complete checkpoint: {error}.") from None
+    try:
         with safetensors.safe_open(path / _WEIGHTS_FILE, "pt"):
             pass
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise RefusedError(f"--resume_from_checkpoint {path} is damaged: {error}.") from None
+    except (OSError, safetensors.SafetensorError) as error:
+        raise RefusedError(f"{where} is damaged: {error}.") from None
     for name, before in state["arguments"].items():
         now = json.loads(json.dumps(getattr(args, name, None)))
         # With two experts the first one's length says where the second begins.
@@ -82,7 +141,37 @@ def find_checkpoint(args):
                 f"{setting} is {now} and was {before} in {path}: a resumed run goes on with the settings it had. Give "
                 "the old value, or start a new run."
             )
+    _check_processes(args, state["num_processes"], accelerator)
     return path, state
+
+
+def _refuse_to_repeat(args):
+    """Raise if the run in the output folder has ended: to start it anew would replace its results."""
+    try:
+        ended = "measured" in json.loads((pathlib.Path(args.output_dir) / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if ended:
+        raise RefusedError(
+            f"--resume_from_checkpoint latest: {args.output_dir} holds the results of a run that has ended, and no "
+            "checkpoint to go on from; give another --output_dir, or start from its weights with --lora_init_path or "
+            "--transformer_path."
+        )
+
+
+def _check_processes(args, before, accelerator):
+    """Say that a run goes on with another number of processes, or raise if something in the state belongs to one."""
+    now = accelerator.num_processes
+    if before == now:
+        return
+    changed = f"--resume_from_checkpoint: this run has {now} processes, that of the checkpoint had {before}"
+    if uses_deepspeed(accelerator):
+        raise RefusedError(f"{changed}, over which DeepSpeed has spread the optimizer's state; start as many.")
+    if args.lora_dropout:
+        raise RefusedError(f"{changed}, each with a random state of its own for --lora_dropout; start as many.")
+    logger.warning(
+        "%s; samples, noise and sigmas stay the same, gradients are added up in another order (rounding)", changed
+    )
 
 
 def register_state_hooks(accelerator, names, weights):
@@ -116,32 +205,101 @@ def register_state_hooks(accelerator, names, weights):
     accelerator.register_load_state_pre_hook(load)
 
 
-def save_checkpoint(accelerator, args, step, batches):
-    """Save the training state after optimizer step `step` as checkpoint-`step`. Every process must call it."""
+def save_checkpoint(accelerator, args, step, batches, *, last_step):
+    """Save the training state after optimizer step `step` as checkpoint-`step`. Every process must call it.
+
+    It is written beside and renamed when all of it is on disk; only then older ones are deleted.
+
+    Args:
+        accelerator (`Accelerator`), args (`argparse.Namespace`), step (`int`)
+        batches (`BatchPlan`): Knows what of the run a resume compares.
+        last_step (`int`): On which the schedule depends.
+
+    Raises:
+        FailedError: It cannot be written. Those from before are untouched.
+    """
     output_dir = pathlib.Path(args.output_dir)
     final, beside = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.tmp"
     if accelerator.is_main_process:
-        shutil.rmtree(beside, ignore_errors=True)
+        for left in (*output_dir.glob("checkpoint-*.tmp"), *output_dir.glob("checkpoint-*.old")):
+            shutil.rmtree(left, ignore_errors=True)
     accelerator.wait_for_everyone()
-    kwargs = {"exclude_frozen_parameters": True} if _uses_deepspeed(accelerator) else {}
-    accelerator.save_state(beside, **kwargs)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        state = {"step": step, "arguments": vars(args)} | batches.identity
-        (beside / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
-        beside.rename(final)
-        if args.checkpoints_total_limit is not None:
-            for old in list(list_checkpoints(output_dir).values())[: -args.checkpoints_total_limit]:
-                shutil.rmtree(old)
+    kwargs = {"exclude_frozen_parameters": True} if uses_deepspeed(accelerator) else {}
+    _all_or_none(accelerator, final.name, beside, lambda: accelerator.save_state(beside, **kwargs))
+
+    def complete():
+        if accelerator.is_main_process:
+            files = sorted(path for path in beside.rglob("*") if path.is_file())
+            for file in files:
+                _to_disk(file)
+            state = {"step": step, "last_step": last_step, "arguments": vars(args)} | batches.identity
+            state["files"] = {str(file.relative_to(beside)): file.stat().st_size for file in files}
+            (beside / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+            _to_disk(beside / _STATE_FILE)
+            _delete(final)
+            beside.rename(final)
+
+    _all_or_none(accelerator, final.name, beside, complete)
+    if accelerator.is_main_process and args.checkpoints_total_limit is not None:
+        # Higher numbers are of a run that was given up for an earlier checkpoint of it.
+        own = [path for number, path in list_checkpoints(output_dir).items() if number <= step]
+        for old in own[: -args.checkpoints_total_limit]:
+            _delete(old)
     accelerator.wait_for_everyone()
 
 
-def load_checkpoint(accelerator, path):
-    """Load the training state that `save_checkpoint` wrote. Every process must call it."""
-    kwargs = {"load_module_strict": False} if _uses_deepspeed(accelerator) else {}
+def _all_or_none(accelerator, name, beside, write):
+    """Call `write` on every process; if it fails on one, delete what was written, and raise on all."""
+    problem = None
+    try:
+        write()
+    # torch and safetensors have errors of their own for a disk that is full.
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        problem = str(error)
+    problems = list(filter(None, gather_from_all(accelerator, problem)))
+    if problems:
+        if accelerator.is_main_process:
+            shutil.rmtree(beside, ignore_errors=True)
+        raise FailedError(
+            f"{name} cannot be written to {beside.parent}: {problems[0]}. The checkpoints before it are as they were; "
+            "make room and go on with --resume_from_checkpoint latest."
+        )
+
+
+def _to_disk(path):
+    """Make sure that a file survives a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _delete(path):
+    """Delete a checkpoint so that it is never there in part under its name."""
+    if path.exists():
+        old = path.with_name(path.name + ".old")
+        path.rename(old)
+        shutil.rmtree(old)
+
+
+def load_checkpoint(accelerator, path, lr_scheduler):
+    """Load the training state that `save_checkpoint` wrote. Every process must call it.
+
+    Args:
+        accelerator (`Accelerator`), path (`pathlib.Path`)
+        lr_scheduler (`LambdaLR`): That of this run; what it says holds, also where the length of the run changed.
+    """
+    kwargs = {"load_module_strict": False} if uses_deepspeed(accelerator) else {}
     accelerator.load_state(path, **kwargs)
+    # The rate in the state was made by the schedule of that run, whose end may be this one's middle.
+    factors = [rate(lr_scheduler.last_epoch) for rate in lr_scheduler.lr_lambdas]
+    rates = [base * factor for base, factor in zip(lr_scheduler.base_lrs, factors, strict=True)]
+    for group, rate in zip(lr_scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    lr_scheduler._last_lr = rates
 
 
-def _uses_deepspeed(accelerator):
+def uses_deepspeed(accelerator):
+    """Return whether DeepSpeed's engine trains."""
     return accelerator.distributed_type.value == "DEEPSPEED"

@@ -1,6 +1,7 @@
-"""The two ways in which a run ends early, and their exit codes."""
+"""The ways in which a run ends early, and their exit codes."""
 
 import contextlib
+import errno
 import os
 import sys
 
@@ -14,15 +15,36 @@ class FailedError(RuntimeError):
     """Failure while running. Exit code 1."""
 
 
+class StoppedError(RuntimeError):
+    """A signal asked the run to stop; its checkpoint is complete. Exit code 3."""
+
+
+# What a disk says on which nothing can be written (any more).
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
+
 @contextlib.contextmanager
 def exit_codes(*failures):
-    """Context that turns the two errors into one sentence on stderr and the exit code. Others pass as they are.
+    """Context that turns these errors into one sentence on stderr and the exit code. Others pass as they are.
 
     Args:
         *failures (`type`): Further classes of errors that are treated as `FailedError` is.
     """
     try:
         yield
+    except StoppedError as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print(stopped, file=sys.stderr)
+        sys.exit(3)
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was saved after the last checkpoint", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror}; what was complete before still is", file=sys.stderr)
+        sys.exit(1)
     except (RefusedError, FailedError, *failures) as error:
         rank, text = "", str(error)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:

@@ -85,6 +85,11 @@ pipe = {pipeline}.from_pretrained("{base_model}", {subfolder}=transformer, dtype
 _LOAD_OPTIONS = {"transformer": {}, "transformer_2": {"load_into_transformer_2": True}}
 
 
+def load_result(pipeline, folder, subfolder):
+    """Give the transformer `subfolder` of a stock pipeline the LoRA in a folder."""
+    pipeline.load_lora_weights(folder, weight_name=LORA_FILE, **_LOAD_OPTIONS[subfolder])
+
+
 def _lora_lines(output_dir, places):
     """Yield the Python lines that load what this run has written so far."""
     for expert, subfolder in places.items():

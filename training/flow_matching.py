@@ -125,8 +125,8 @@ def flow_target(latents, noise):
     return noise - latents
 
 
-def flow_loss(prediction, target, sigmas, loss_weighting="none"):
-    """Return the loss of a batch: squared error in fp32, mean per sample, weighted, mean over the samples.
+def flow_losses(prediction, target, sigmas, loss_weighting="none"):
+    """Return the loss of each sample (B,): squared error in fp32, mean over the sample, weighted.
 
     Args:
         prediction, target (`torch.Tensor` of shape (B, ...)): Of equal shapes.
@@ -141,4 +141,4 @@ def flow_loss(prediction, target, sigmas, loss_weighting="none"):
     losses = (prediction.float() - target.float()).square().flatten(1).mean(1)  # (B,)
     if loss_weighting != "none":
         losses = losses * compute_loss_weighting_for_sd3(loss_weighting, sigmas)
-    return losses.mean()
+    return losses

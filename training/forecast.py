@@ -100,6 +100,8 @@ class RunForecast:
         caption_tokens (`dict[str, int]`): Of each caption the tokens that its embedding has.
         to_encode (`dict[str, dict]`):
             Phase of an encoder -> what is not in the cache yet, as `Encodings.missing` has it: captions, or items.
+        held_out (`list[dict]`): Records of the items that are encoded, and not trained.
+        previews (`tuple[int, int, int]`, *optional*): Height, width and frames of previews, where any are made.
     """
 
     args: object
@@ -115,6 +117,8 @@ class RunForecast:
     records: list
     caption_tokens: dict
     to_encode: dict
+    held_out: list = ()
+    previews: tuple | None = None
 
     # ---- one sample, and the phases before training
 
@@ -130,24 +134,40 @@ class RunForecast:
         phases, weights, sample = {}, {}, {}
         encoders = self.encoders(height=height, width=width, num_frames=record["used"]["frames"])
         with fake_tensors(self.launch.device_type):
-            for phase, (modules, encode) in encoders.items():
-                tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-                weights[phase] = sum(tensor.nbytes for tensor in tensors)
-                for module in modules:
-                    without_content(module)
-                phases[phase] = weights[phase] + peak_of(lambda encode=encode: sample.update(encode()))
+            for phase in ("text encoder", "VAE"):
+                phases[phase], weights[phase] = self._run_encoder(*encoders[phase], sample)
         return phases, weights, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in sample.items()}
+
+    @staticmethod
+    def _run_encoder(modules, encode, sample):
+        """Return the peak of an encoder and its weights; add what it returns to `sample`."""
+        weights = sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        for module in modules:
+            without_content(module)
+        return weights + peak_of(lambda: sample.update(encode())), weights
+
+    @functools.cached_property
+    def _largest(self):
+        return max((*self.records, *self.held_out), key=self._pixels)
 
     @functools.cached_property
     def _encoded(self):
         """What `_encode` returns of the largest item."""
-        return self._encode(max(self.records, key=self._pixels))
+        return self._encode(self._largest)
+
+    @functools.cached_property
+    def _preview(self):
+        """The peak of what previews run beside the transformer, and its weights."""
+        height, width, num_frames = self.previews
+        encoders = self.encoders(height=height, width=width, num_frames=num_frames)
+        with fake_tensors(self.launch.device_type):
+            return self._run_encoder(*encoders["previews"], {})
 
     @functools.cached_property
     def _heaviest(self):
         """The shapes of a sample of the heaviest batch, and how many of them that has."""
         heaviest = max(self.records, key=lambda record: self._pixels(record) * self._batch_size(record))
-        largest = max(self.records, key=self._pixels)
+        largest = self._largest
         same = heaviest["used"]["size"] == largest["used"]["size"]
         same = same and heaviest["used"]["frames"] == largest["used"]["frames"]
         return (self._encoded if same else self._encode(heaviest))[2], self._batch_size(heaviest)
@@ -166,7 +186,7 @@ class RunForecast:
     def cache_bytes(self):
         """Bytes of what is to be encoded."""
         _, _, sample = self._encoded
-        largest = max(self.records, key=self._pixels)["used"]
+        largest = self._largest["used"]
         latents = sample["latents"][0][1:]
         _, width = sample["prompt_embeds"][0]
 
@@ -230,6 +250,7 @@ class RunForecast:
             "weights": base,
             "adapters": own if is_lora else 0,
             "masters": sum(4 * count for count, dtype in trained.values() if dtype != torch.float32),
+            "ema": sum(4 * count for count, _ in trained.values()) if self.args.ema else 0,
             "optimizer_state": state,
             "gradients": own,
             "fp32_gradients": sum(4 * count for count, _ in trained.values()),
@@ -240,6 +261,8 @@ class RunForecast:
         """Return what of it one process holds all the time, and its gradients at the optimizer step."""
         whole, n = self._bytes, num_processes
         fixed = {key: whole[key] for key in ("weights", "adapters", "masters", "optimizer_state")}
+        if self.args.ema and not self.args.offload_ema:
+            fixed["ema"] = whole["ema"]
         fixed["gradients"] = 0
         at_step = whole["fp32_gradients"]
         if strategy == "single":
@@ -284,9 +307,21 @@ class RunForecast:
         before = {phase: peak for phase, peak in self._encoded[0].items() if self.to_encode[phase]}
         by_category, _ = self.training(modes)
         fixed, _ = self._shares(self.launch.strategy, self.launch.num_processes)
+        after = {"training": sum(by_category.values())}
+        if self.previews is not None:
+            held = sum(fixed.values())
+            # While the rest of the pipeline runs, what is not trained waits in host memory.
+            others = held - self._waiting_bytes + self._preview[0]
+            after["previews"] = max(held + self.profile.inference_bytes + self._batch_bytes, others)
         # The exported file is loaded back, at the end, beside what training leaves.
         export = sum(fixed.values()) - fixed["gradients"] + self._bytes["adapters"] + self.profile.inference_bytes
-        return before | {"training": sum(by_category.values()), "export": export + self._batch_bytes}
+        return before | after | {"export": export + self._batch_bytes}
+
+    @property
+    def _waiting_bytes(self):
+        """Bytes of the transformer that leave the device for other parts of the pipeline."""
+        is_moved = self.args.training_mode == "lora" and self.launch.device_type != "cpu"
+        return self._bytes["weights"] if is_moved else 0
 
     def host_bytes(self, modes):
         """Return the host memory of all processes on this machine at its highest."""
@@ -295,6 +330,11 @@ class RunForecast:
         ahead = self._batch_bytes * (2 * self.args.dataloader_num_workers + 1)
         on_the_way = max([*weights, self._bytes["weights"]])  # they are read on the host
         training = self.profile.parked_bytes(modes)
+        if self.args.ema and self.args.offload_ema:
+            training += self._bytes["ema"]
+        if self.previews is not None:
+            training += self._preview[1] + self._waiting_bytes
+            training += self._bytes["ema"]  # the trained weights, while their average has their place
         if self.launch.device_type == "cpu":
             training += max(self.phases(modes).values())
         per_process = psutil.Process().memory_info().rss + ahead + max(on_the_way, training)
@@ -365,6 +405,8 @@ class RunForecast:
                     yield f"--{name}", self, other.modes
         if args.bucket_config is None:
             yield from self._smaller_batches(plan)
+        if args.ema and not args.offload_ema:
+            yield "--offload_ema", self._with(args=_changed(args, offload_ema=True)), plan.modes
         if args.optimizer == "adamw" and importlib.util.find_spec("bitsandbytes"):
             from bitsandbytes.optim import AdamW8bit
 
@@ -392,10 +434,14 @@ class RunForecast:
         largest = max(self.records, key=lambda record: math.prod(record["used"]["size"]))["used"]
         smaller = [max(32, round(side / math.sqrt(2) / 32) * 32) for side in largest["size"]]
         text = f"--max_pixels {math.prod(smaller)}" if args.max_pixels else "--width {} --height {}".format(*smaller)
-        yield text, self._with(records=[{"used": largest | {"size": smaller}}]), plan.modes
+        yield text, self._with(records=[{"used": largest | {"size": smaller}}], held_out=[]), plan.modes
         if largest["frames"] > 5:
             frames = (largest["frames"] // 2 - 1) // 4 * 4 + 1
-            yield f"--num_frames {frames}", self._with(records=[{"used": largest | {"frames": frames}}]), plan.modes
+            yield (
+                f"--num_frames {frames}",
+                self._with(records=[{"used": largest | {"frames": frames}}], held_out=[]),
+                plan.modes,
+            )
 
     def _with(self, **changes):
         """Return the forecast of another run, with what the change leaves as it is."""

@@ -1,10 +1,11 @@
-"""Starts Accelerate for a run: checks its settings against the flags, then seeds."""
+"""Starts Accelerate for a run and checks its settings against the flags; what processes agree on; seeds."""
 
 import datetime
 import functools
 import logging
 import os
 import random
+import signal
 
 import numpy as np
 import torch
@@ -55,6 +56,8 @@ def start_accelerator(args):
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         kwargs_handlers=handlers,
         step_scheduler_with_optimizer=False,
+        log_with=args.report_to or None,
+        project_dir=args.output_dir,
     )
     uses_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true" and not uses_deepspeed:
@@ -95,6 +98,8 @@ def _complete_deepspeed_config(args, accelerator):
             raise RefusedError(
                 f"{key}.enabled is true in the DeepSpeed config, which would cast the fp32 LoRA weights; remove it."
             )
+    if args.max_skipped_steps:
+        raise RefusedError("--max_skipped_steps is not supported with DeepSpeed, whose engine makes the step itself.")
     # The engine only multiplies by it, and reports: with a bucket config the sizes differ.
     train_batch_size = args.train_batch_size or 1
     values = {
@@ -139,6 +144,47 @@ def gather_from_all(accelerator, value):
     values = [None] * accelerator.num_processes
     torch.distributed.all_gather_object(values, value, group=_patient_group())
     return values
+
+
+class StopRequest:
+    """Context in which SIGTERM and SIGINT do not end the process, but ask for an end after the step at work.
+
+    In a run of one process a second Ctrl-C ends it at once.
+
+    Args:
+        accelerator (`Accelerator`)
+    """
+
+    def __init__(self, accelerator):
+        self.accelerator = accelerator
+        self.signal = 0
+        self._before = {}
+
+    def __enter__(self):
+        self._before = {number: signal.signal(number, self._take_note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take_note(self, number, frame):
+        self.signal = number
+        if number == signal.SIGINT and self.accelerator.num_processes == 1:
+            # With several processes the launcher passes on what the terminal has sent to each of them already.
+            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+
+    def agreed(self):
+        """Return the name of a signal that any of the processes got so far, or None: on all of them the same.
+
+        Every process must call it, after the same steps. It waits for the hosts of the others, not for a device.
+        """
+        number = self.signal
+        if self.accelerator.num_processes > 1:
+            highest = torch.tensor(number)
+            torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=_patient_group())
+            number = int(highest)
+        return signal.Signals(number).name if number else None
 
 
 def make_output_dir(output_dir):

@@ -6,10 +6,11 @@ import torch
 from accelerate.utils import send_to_device
 from diffusers.optimization import get_scheduler
 
-from training.checkpoints import load_checkpoint, register_state_hooks, save_checkpoint
+from training.checkpoints import load_checkpoint, register_state_hooks, save_checkpoint, uses_deepspeed
 from training.data.batches import load_batches
-from training.errors import FailedError
-from training.launch import seed_module_randomness
+from training.ema import WeightAverage
+from training.errors import FailedError, StoppedError
+from training.launch import StopRequest, seed_module_randomness
 from training.module import trainable_parameters
 from training.optimizers import MasterWeights
 from training.reporting import Metrics
@@ -27,10 +28,12 @@ def train(
     optimizer_arguments,
     steps,
     checkpoint=None,
+    validation=None,
+    trackers=None,
     expert=None,
     steps_before=0,
 ):
-    """Train `module` in place.
+    """Train `module` in place. With --ema it has the averaged weights at the end.
 
     Args:
         accelerator (`Accelerator`)
@@ -42,18 +45,22 @@ def train(
         optimizer_class, optimizer_arguments: From `find_optimizer`.
         steps (`range`): The optimizer steps to make, counted from 1.
         checkpoint (`pathlib.Path`, *optional*): Training state to go on from.
+        validation (`Validation`, *optional*): Previews, and the loss of what is held out.
+        trackers (`Trackers`, *optional*): Get the numbers too.
         expert (`str`, *optional*): Which of several transformers this is, for the record.
         steps_before (`int`):
             Steps that the run made on another transformer. They count in the numbers of checkpoints and in the record
             of the run, not in the schedule or in what is drawn: those are as in a run of this transformer alone.
 
     Raises:
-        FailedError: A trainable tensor gets no gradient, or a loss is not finite.
+        FailedError: A trainable tensor gets no gradient, a loss is not finite, or a checkpoint cannot be written.
+        StoppedError: A signal asked for it; a checkpoint of the last step that was made is complete.
     """
     module.train()
     parameters = trainable_parameters(module)
     module.to(accelerator.device)
     weights = MasterWeights(parameters.values())
+    average = WeightAverage(weights, args)
     optimizer = optimizer_class(weights.masters, **optimizer_arguments)
     log.point("optimizer")
     lr_scheduler = get_scheduler(
@@ -62,11 +69,12 @@ def train(
     model, optimizer = accelerator.prepare(module, optimizer)
     log.point("prepared")
     # Not prepared: Accelerate would step the schedule once per process.
-    accelerator.register_for_checkpointing(lr_scheduler)
+    accelerator.register_for_checkpointing(*filter(None, (lr_scheduler, average.model)))
     register_state_hooks(accelerator, list(parameters), weights)
     seed_module_randomness(args.seed, accelerator.process_index)
     if checkpoint is not None:
-        load_checkpoint(accelerator, checkpoint)
+        load_checkpoint(accelerator, checkpoint, lr_scheduler)
+        average.loaded()
         step = steps_before + steps.start - 1
         accelerator.print(f"resumed after step {step}, learning rate {lr_scheduler.get_last_lr()[0]:.3g}")
 
@@ -79,46 +87,92 @@ def train(
         pin_memory=accelerator.device.type == "cuda",
     )
     path = pathlib.Path(args.output_dir) / "metrics.jsonl"
-    metrics = Metrics(accelerator, path, steps, batches, dataset, log=log, expert=expert, steps_before=steps_before)
+    metrics = Metrics(
+        accelerator,
+        path,
+        steps,
+        batches,
+        dataset,
+        log=log,
+        trackers=trackers,
+        expert=expert,
+        steps_before=steps_before,
+    )
     liveness = GradientLiveness(parameters)
-    log.watch(module, optimizer, step=steps_before + steps.start)
-    step, losses = steps.start - 1, []
-    for batch in metrics.waiting_for(loader):
-        batch = send_to_device(batch, accelerator.device, non_blocking=True)
-        with accelerator.accumulate(model):
-            loss = model(batch) * batches.loss_weight(step + 1, len(losses))
-            losses.append(loss.detach())
-            accelerator.backward(loss)
-            if accelerator.sync_gradients or accelerator.num_processes == 1:
-                weights.take_gradients()  # DDP has averaged them over the processes only when they are synchronised
-            if accelerator.sync_gradients:
-                grad_norm = clip_gradients(accelerator, weights, args.max_grad_norm)
-                lr = lr_scheduler.get_last_lr()[0]
-            optimizer.step()
-            if accelerator.sync_gradients:
-                weights.write_back()
-                lr_scheduler.step()
-            optimizer.zero_grad()
-        if not accelerator.sync_gradients:
-            continue
+    log.watch(module, optimizer, step=steps_before + steps.start, average=average.tensors)
+    step, losses, sample_losses, num_skipped = steps.start - 1, [], [], 0
+    with StopRequest(accelerator) as stop:
+        for batch in metrics.waiting_for(loader):
+            batch = send_to_device(batch, accelerator.device, non_blocking=True)
+            with accelerator.accumulate(model):
+                loss = model(batch) * batches.loss_weight(step + 1, len(losses))
+                losses.append(loss.detach())
+                sample_losses.append(module.sample_losses)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients or accelerator.num_processes == 1:
+                    # With several DDP has averaged them only now.
+                    weights.take_gradients()
+                is_skipped = False
+                if accelerator.sync_gradients:
+                    grad_norm = clip_gradients(accelerator, weights, args.max_grad_norm)
+                    lr = lr_scheduler.get_last_lr()[0]
+                    if args.max_skipped_steps:
+                        is_skipped = not grad_norm.isfinite().item()
+                        num_skipped = num_skipped + 1 if is_skipped else 0
+                if not is_skipped:
+                    optimizer.step()
+                if accelerator.sync_gradients:
+                    weights.write_back()
+                    lr_scheduler.step()
+                optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
 
-        step += 1
-        metrics.add(step=step, loss=torch.stack(losses).mean(), lr=lr, grad_norm=grad_norm)
-        losses = []
-        # With several processes after the first step: DDP does not survive a second one with a silent tensor.
-        if step == steps[: 2 if accelerator.num_processes == 1 else 1][-1]:
-            liveness.check()
-        saves = args.checkpointing_steps is not None and (steps_before + step) % args.checkpointing_steps == 0
-        if saves or step % args.logging_steps == 0 or step == steps[-1]:
-            metrics.flush()
-        if saves:
-            save_checkpoint(accelerator, args, steps_before + step, batches)
+            step += 1
+            if not is_skipped:
+                average.step()
+            metrics.add(
+                step=step,
+                loss=torch.stack(losses).mean(),
+                sample_losses=torch.cat(sample_losses),
+                lr=lr,
+                grad_norm=grad_norm,
+                may_be_bad=is_skipped and num_skipped <= args.max_skipped_steps,
+            )
+            losses, sample_losses = [], []
+            # With several processes after the first step: DDP does not survive a second one with a silent tensor.
+            if step == steps[: 2 if accelerator.num_processes == 1 else 1][-1]:
+                liveness.check()
+            is_last, saves = step == steps[-1], _divides(args.checkpointing_steps, steps_before + step)
+            validates = validation is not None and (is_last or _divides(args.validation_steps, steps_before + step))
+            if saves or validates or is_last or is_skipped or step % args.logging_steps == 0:
+                metrics.flush()
+            if validates:
+                # Before the checkpoint: a run that is killed in between makes the previews again.
+                with log.aside("previews"), average.applied(), metrics.aside():
+                    validation.run(steps_before + step, trackers)
+            stopped_by = None if is_last else stop.agreed()  # the last step is followed by the result itself
+            if saves or stopped_by:
+                metrics.flush()
+                save_checkpoint(accelerator, args, steps_before + step, batches, last_step=steps[-1])
+            if stopped_by:
+                metrics.close()
+                number = steps_before + step
+                raise StoppedError(
+                    f"stopped by {stopped_by} after step {number}; checkpoint-{number} is complete, go on with "
+                    "--resume_from_checkpoint latest"
+                )
     metrics.close()
+    average.replace_weights()
+
+
+def _divides(every, step):
+    return every is not None and step % every == 0
 
 
 def clip_gradients(accelerator, weights, max_grad_norm):
     """Clip the whole gradient to `max_grad_norm` (0: not at all) and return its norm before, a scalar tensor."""
-    if accelerator.distributed_type.value == "DEEPSPEED":
+    if uses_deepspeed(accelerator):
         # The engine clipped and stepped in `backward`, by the same setting.
         return torch.as_tensor(accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm())
     if max_grad_norm > 0:

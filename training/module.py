@@ -9,7 +9,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from training.errors import RefusedError
-from training.flow_matching import add_noise, flow_loss, flow_target
+from training.flow_matching import add_noise, flow_losses, flow_target
 
 
 ADAPTER_NAME = "default"
@@ -22,13 +22,17 @@ class DiffusionTrainingModule(nn.Module):
 
     Args:
         transformer (`nn.Module`): Model of diffusers.
-        loss_weighting (`str`): See `flow_loss`.
+        loss_weighting (`str`): See `flow_losses`.
+
+    Attributes:
+        sample_losses (`torch.Tensor` of shape (B,), or None): Of the last micro-batch, to name samples by.
     """
 
     def __init__(self, transformer, *, loss_weighting="none"):
         super().__init__()
         self.transformer = transformer
         self.loss_weighting = loss_weighting
+        self.sample_losses = None
 
     def predict(self, noisy_latents, timestep, batch):
         """Predict the flow.
@@ -47,12 +51,18 @@ class DiffusionTrainingModule(nn.Module):
         """Return the part of `flow` (B, C, ...) that the loss looks at: all that the model is given with noise."""
         return flow
 
-    def forward(self, batch):
-        """Return the mean loss (a scalar, fp32) of a micro-batch from `collate`."""
+    def losses(self, batch, loss_weighting="none"):
+        """Return the loss (fp32) of each sample of a micro-batch from `collate`, of shape (B,)."""
         latents, noise, sigmas = batch["latents"], batch["noise"], batch["sigmas"]
         prediction = self.predict(add_noise(latents, noise, sigmas), sigmas * 1000, batch)
         prediction, target = self.trained_part(prediction), self.trained_part(flow_target(latents, noise))
-        return flow_loss(prediction, target, sigmas, self.loss_weighting)
+        return flow_losses(prediction, target, sigmas, loss_weighting)
+
+    def forward(self, batch):
+        """Return the mean loss (a scalar, fp32) of a micro-batch from `collate`."""
+        losses = self.losses(batch, self.loss_weighting)
+        self.sample_losses = losses.detach()
+        return losses.mean()
 
 
 # ---------------------------------------------------------------- what is trained

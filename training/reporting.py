@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import importlib.metadata
+import itertools
 import json
+import logging
 import math
 import os
 import pathlib
@@ -18,7 +20,10 @@ from memory import offload
 from training.data.report import describe_data
 from training.errors import FailedError
 from training.forecast import check_fits, compare_forecast, describe_forecast
+from training.launch import gather_from_all
 
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = (
     "torch",
@@ -32,6 +37,9 @@ _PACKAGES = (
     "deepspeed",
 )
 
+
+# What trackers get of each line of metrics.jsonl.
+_TRACKED = ("loss", "lr", "grad_norm", "epoch", "seconds", "device_peak_bytes", "offloaded_bytes", "host_rss_bytes")
 
 # What run.json says of parking in the last step, beside how many bytes it was.
 _PARKING = ("bytes_to_host", "bytes_to_device", "blocks_refused", "waits", "unsatisfied_waits")
@@ -149,12 +157,13 @@ class Metrics:
         steps (`range`): The optimizer steps of this run.
         batches (`BatchPlan`), dataset (`TrainingDataset`): Tell which samples a step had, and their sigmas.
         log (`MemoryLog`): Is told of each step, and of the end.
+        trackers (`Trackers`, *optional*): Get the numbers too.
         expert (`str`, *optional*), steps_before (`int`): See `train`.
     """
 
-    def __init__(self, accelerator, path, steps, batches, dataset, *, log, expert=None, steps_before=0):
+    def __init__(self, accelerator, path, steps, batches, dataset, *, log, trackers=None, expert=None, steps_before=0):
         self.accelerator, self.path = accelerator, pathlib.Path(path)
-        self.batches, self.dataset, self.log = batches, dataset, log
+        self.batches, self.dataset, self.log, self.trackers = batches, dataset, log, trackers
         self.expert, self.steps_before = expert, steps_before
         self.pending, self.waiting_seconds = [], 0.0
         self.start_time = time.perf_counter()
@@ -177,14 +186,16 @@ class Metrics:
             yield batch
             start = time.perf_counter()
 
-    def add(self, *, step, loss, lr, grad_norm):
+    def add(self, *, step, loss, sample_losses, lr, grad_norm, may_be_bad=False):
         """Take note of an optimizer step, without waiting for the device.
 
         Args:
             step (`int`)
             loss (`torch.Tensor`, a scalar): Mean over this process's part of the global batch.
+            sample_losses (`torch.Tensor`): Of each sample of that part.
             lr (`float`)
             grad_norm (`torch.Tensor`, a scalar): Before clipping, of the whole gradient.
+            may_be_bad (`bool`): The step was left out because loss or gradient is not finite, and that is allowed.
         """
         now, parked = time.perf_counter(), offload.counters()
         record = {"step": step, "lr": lr, "seconds": now - self.last_time, "device_peak_bytes": self.log.end_step()}
@@ -192,8 +203,20 @@ class Metrics:
         self.log.parking = {name: parked[name] - self.last_parked[name] for name in _PARKING}
         record["host_rss_bytes"] = self.process.memory_info().rss
         self.last_time, self.last_parked = now, parked
-        self.pending.append((record, loss.detach(), grad_norm.detach()))
+        self.pending.append((record, loss.detach(), grad_norm.detach(), sample_losses, may_be_bad))
         self.bar.update()
+
+    @contextlib.contextmanager
+    def aside(self):
+        """Context for what is done between two steps and belongs to none of them."""
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        self.last_time += seconds
+        self.start_time += seconds
+        if not self.bar.disable:
+            self.bar.start_t += seconds  # or the time that is left would be wrong
+        self.last_parked = offload.counters()
 
     def flush(self):
         """Write what was collected and show the last step. Every process must call it, at the same steps.
@@ -203,24 +226,53 @@ class Metrics:
         """
         if not self.pending:
             return
-        records, losses, norms = zip(*self.pending, strict=True)
+        records, losses, norms, sample_losses, may_be_bad = zip(*self.pending, strict=True)
         self.pending = []
         losses = self.accelerator.reduce(torch.stack(losses).float(), reduction="mean").tolist()
         norms = torch.stack(norms).float().tolist()
         if self.accelerator.is_main_process:
+            lines = [self._line(*entry) for entry in zip(records, losses, norms, strict=True)]
             with self.path.open("a", encoding="utf-8") as file:
-                for record, loss, norm in zip(records, losses, norms, strict=True):
-                    file.write(json.dumps(self._line(record, loss, norm), ensure_ascii=False) + "\n")
-        seconds = sum(record["seconds"] for record in records) / len(records)
-        self.bar.set_postfix(loss=f"{losses[-1]:.4f}", lr=f"{records[-1]['lr']:.2e}", seconds=f"{seconds:.2f}")
-        for record, loss, norm in zip(records, losses, norms, strict=True):
-            if not math.isfinite(loss) or not math.isfinite(norm):
-                samples = sorted({self.dataset.ids[index] for index in self.batches.step(record["step"])})
-                step = self.steps_before + record["step"]
-                raise FailedError(
-                    f"Step {step} has loss {loss} and gradient norm {norm}; its samples were {', '.join(samples)}. "
-                    "Nothing was saved after the last checkpoint."
-                )
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            if self.trackers is not None:
+                for line in lines:
+                    self.trackers.log({f"train/{name}": line[name] for name in _TRACKED}, line["step"])
+        self._show(records, losses)
+        for entry in zip(records, losses, norms, sample_losses, may_be_bad, strict=True):
+            self._check(*entry)
+
+    def _show(self, records, losses):
+        first, last = records[0]["step"], records[-1]["step"]
+        num_samples = self.batches.samples_before(last + 1) - self.batches.samples_before(first)
+        seconds = sum(record["seconds"] for record in records)
+        peaks = [record["device_peak_bytes"] or record["host_rss_bytes"] for record in records]
+        self.bar.set_postfix(
+            {
+                "loss": f"{losses[-1]:.4f}",
+                "lr": f"{records[-1]['lr']:.2e}",
+                "samples/s": f"{num_samples / seconds:.3g}",
+                "memory": f"{max(peaks) / 2**30:.1f} GiB",
+            }
+        )
+
+    def _check(self, record, loss, norm, sample_losses, may_be_bad):
+        """Raise if the numbers of a step are not finite, or warn if that may be."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        own = self.batches.own_part(record["step"], self.accelerator.process_index)
+        finite = sample_losses.isfinite().tolist()
+        bad = [self.dataset.ids[index] for index, good in zip(own, finite, strict=True) if not good]
+        bad = sorted(set(itertools.chain(*gather_from_all(self.accelerator, bad))))
+        step = self.steps_before + record["step"]
+        samples = sorted({self.dataset.ids[index] for index in self.batches.step(record["step"])})
+        what = f"the loss of {', '.join(bad)} is" if bad else "the losses are finite; the gradient is"
+        where = (
+            f"step {step}, whose samples were {', '.join(samples)}, has loss {loss} and gradient norm {norm}: {what}"
+        )
+        if may_be_bad:
+            logger.warning("%s not finite; the step was left out, as --max_skipped_steps allows", where)
+        else:
+            raise FailedError(f"{where} not finite. Nothing was saved after the last checkpoint.")
 
     def _line(self, record, loss, grad_norm):
         """Return the line of metrics.jsonl for one optimizer step."""
@@ -229,9 +281,9 @@ class Metrics:
             "step": self.steps_before + step,
             "epoch": self.batches.epoch(step),
             **({} if self.expert is None else {"expert": self.expert}),
-            "loss": loss,
+            "loss": loss if math.isfinite(loss) else None,  # JSON has no other word for it
             "lr": record["lr"],
-            "grad_norm": grad_norm,
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
             "sigmas": [self.dataset.sigma(step, position, index) for position, index in enumerate(indices)],
             "samples": [self.dataset.ids[index] for index in indices],
         } | {name: value for name, value in record.items() if name != "step"}

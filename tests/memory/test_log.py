@@ -163,6 +163,7 @@ def test_categories_are_those_of_the_objects():
     before_backward = [sample for sample in watched.samples if sample[0] < watched.marks[0][0]][-1]
     assert before_backward[2] == weights | {
         "optimizer_state": 0,
+        "ema": 0,
         "gradients": 0,
         "batch": SQUARE,
         "activations": 4 * SQUARE + 4,

@@ -16,9 +16,13 @@ VALUES = {
     "timestep_sampling": "logit_normal",
     "sigma_shift": "the model's own",
     "dropped_caption": "an empty caption",
+    "negative_prompt": "bad",
+    "described_negative_prompt": "bad",
+    "guidance_scale": 4.0,
+    "num_inference_steps": 50,
 }
 REQUIRED = ["--pretrained_model_name_or_path", "model", "--dataset_path", "data", "--output_dir", "out"]
-VIDEO_FLAGS = {"num_frames", "fps", "clip_part", "task", "expert"}
+VIDEO_FLAGS = {"num_frames", "fps", "clip_part", "task", "expert", "validation_image"}
 NUMBERS = "lora_rank lora_alpha train_batch_size dataset_repeat max_train_steps num_train_epochs learning_rate".split()
 
 

@@ -9,7 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from training.errors import RefusedError
-from training.flow_matching import Draw, SigmaLaw, add_noise, flow_loss, flow_target, sigma_law
+from training.flow_matching import Draw, SigmaLaw, add_noise, flow_losses, flow_target, sigma_law
 
 
 NORMAL = statistics.NormalDist()
@@ -114,13 +114,13 @@ def test_noising_target_and_euler_step_agree():
 def test_loss_by_hand():
     prediction, target = torch.zeros(2, 3, dtype=torch.bfloat16), torch.tensor([[1.0, 1, 1], [2, 0, 0]])
     sigmas = torch.tensor([0.5, 0.25])
-    loss = flow_loss(prediction, target, sigmas)
+    loss = flow_losses(prediction, target, sigmas).mean()
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx((1 + 4 / 3) / 2)
-    weighted = flow_loss(prediction, target, sigmas, "sigma_sqrt")
+    weighted = flow_losses(prediction, target, sigmas, "sigma_sqrt").mean()
     assert weighted.item() == pytest.approx((1 * 4 + 4 / 3 * 16) / 2)
-    assert flow_loss(prediction, target, sigmas, "cosmap").item() != pytest.approx(loss.item())
+    assert flow_losses(prediction, target, sigmas, "cosmap").mean().item() != pytest.approx(loss.item())
 
 
 def test_loss_refuses_to_broadcast():
     with pytest.raises(ValueError, match=r"\(2, 1\).*\(2, 3\)"):
-        flow_loss(torch.zeros(2, 1), torch.zeros(2, 3), torch.zeros(2))
+        flow_losses(torch.zeros(2, 1), torch.zeros(2, 3), torch.zeros(2))

@@ -12,6 +12,7 @@ import hashlib
 import heapq
 import itertools
 import json
+import logging
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ import torch
 from training.data.buckets import bucket_key
 from training.errors import RefusedError
 from training.flow_matching import Draw
+
+
+logger = logging.getLogger(__name__)
 
 
 class BatchPlan:
@@ -66,6 +70,11 @@ class BatchPlan:
     def step(self, step):
         """Return the items of an optimizer step, counted from 1: for each position of the global batch an index."""
         return list(itertools.chain(*self.micro_batches(step)))
+
+    def own_part(self, step, process_index):
+        """Return the items of an optimizer step that one process has, in the order in which it has them."""
+        parts = [(len(unit) // self.num_processes, unit) for unit in self.micro_batches(step)]
+        return [index for size, unit in parts for index in unit[process_index * size : (process_index + 1) * size]]
 
     def loss_weight(self, step, micro_batch):
         """Return what the mean loss of a micro-batch, from 0, counts: so that each sample of the step counts alike."""
@@ -199,6 +208,12 @@ def plan_batches(args, items, num_processes, *, resumed, model, num_stages=1):
         raise RefusedError(
             "--resume_from_checkpoint: items, their order, files, captions, sizes or frames differ from those of the "
             "checkpoint's run; resume with the dataset as it was, or start a new run with --lora_init_path."
+        )
+    if last_step != resumed["last_step"]:
+        logger.warning(
+            "--resume_from_checkpoint: this run ends after step %d, that of the checkpoint was to end after %d; from "
+            "here on the learning rate is that of --lr_scheduler %s over the new length",
+            *(last_step, resumed["last_step"], args.lr_scheduler),
         )
     return batches, last_step
 

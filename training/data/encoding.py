@@ -42,24 +42,26 @@ _REASONS = {
 }
 
 
-def count_caption_tokens(items, dropped_caption, count_tokens):
+def count_caption_tokens(items, further_captions, count_tokens):
     """Return how many tokens each different caption has, and say which are longer than the text encoder takes.
 
     That stands in the records then, too.
 
     Args:
         items (`list[Item]`): Of those that are used.
-        dropped_caption (`str`, *optional*)
+        further_captions (`list[str]`): That which stands for dropped ones, and prompts of previews.
         count_tokens (`Callable[[str], tuple[int, int]]`): Returns the tokens of a caption and how many are kept.
 
     Returns:
         `dict[str, int]`: How many are kept of each.
     """
-    captions = dict.fromkeys(item.row.caption for item in items)
-    if dropped_caption is not None:
-        captions[dropped_caption] = None
+    captions = dict.fromkeys([*(item.row.caption for item in items), *further_captions])
     counts = {caption: count_tokens(caption) for caption in captions}
-    cut = []
+    cut = [
+        f"{caption[:60]!r}...: {counts[caption][0]} tokens, {counts[caption][1]} kept"
+        for caption in dict.fromkeys(further_captions)
+        if counts[caption][0] > counts[caption][1]
+    ]
     for item in items:
         num_tokens, kept = counts[item.row.caption]
         if num_tokens > kept:
@@ -109,7 +111,7 @@ class Encodings:
 
     Args:
         kind (`str`): `"captions"` or `"media"`.
-        paths (`list[pathlib.Path]`): For each item its entry.
+        paths (`dict[str, pathlib.Path]` or `list[pathlib.Path]`): For each caption, or each item, its entry.
         missing (`dict[pathlib.Path, object]`):
             Entry -> what it is made of, a caption or an `Item`; the same on all processes.
         cache (`Cache`, *optional*), made_of (`list[tuple[str, str]]`):
@@ -117,26 +119,26 @@ class Encodings:
     """
 
     kind: str
-    paths: list
+    paths: object
     missing: dict
     cache: object = None
     made_of: list = dataclasses.field(default_factory=list)
 
 
-def plan_encodings(cache, accelerator, items, *, dropped_caption, text_encoder, media_encoder, pipeline_file):
+def plan_encodings(cache, accelerator, items, *, further_captions, text_encoder, media_encoder, pipeline_file):
     """Look up what the encoders make of a dataset, and say what is missing and why.
 
     Args:
         cache (`Cache`)
         accelerator (`Accelerator`)
         items (`list[Item]`): Of those that are used.
-        dropped_caption (`str`, *optional*): Stands for captions that are dropped, where any are.
+        further_captions (`list[str]`): That which stands for dropped ones, and prompts of previews.
         text_encoder, media_encoder (`str`): From `weights_identity`, with what else a result depends on.
         pipeline_file (`str`): Of the code that encodes, with its template.
 
     Returns:
-        `tuple[Encodings, Encodings]`: Of captions, equal ones in one entry, the dropped one at the end; and of media,
-        with the largest of those that are missing first.
+        `tuple[Encodings, Encodings]`: Of captions, equal ones in one entry; and of media, with the largest of those
+        that are missing first.
     """
     code = code_identity((pipeline_file,), _ENCODER_PACKAGES)
     # A CPU has no other kernels for it.
@@ -144,10 +146,10 @@ def plan_encodings(cache, accelerator, items, *, dropped_caption, text_encoder, 
     device = [accelerator.device.type, deterministic]
     common = {"code": code, "encoder": text_encoder, "device": device}
     captions = [(item_name(item.row), item.row.caption) for item in items]
-    if dropped_caption is not None:
-        captions.append(("the dropped caption", dropped_caption))
+    captions += [(f"prompt {caption[:40]!r}", caption) for caption in further_captions]
     wanted = [(name, {"caption": digest_of(caption)}, caption) for name, caption in captions]
     of_captions = _plan(cache, accelerator, "captions", common, wanted)
+    of_captions.paths = dict(zip((caption for _, caption in captions), of_captions.paths, strict=True))
 
     common |= {"code": code + decoder_identity(), "encoder": media_encoder}
     wanted = []
@@ -276,8 +278,9 @@ def encode_missing(encodings, accelerator, log, *, load, encode, read=_as_it_is,
         raise RefusedError("; ".join(problems))
     absent = [path for path in encodings.missing if not path.exists()]
     if any(gather_from_all(accelerator, bool(absent))):
+        example = (absent or [*encodings.missing])[0]
         raise RefusedError(
-            f"--cache_dir: what one process wrote another does not see (such as {(absent or encodings.paths)[0]}); "
+            f"--cache_dir: what one process wrote another does not see (such as {example}); "
             "give a folder that all machines share."
         )
     if accelerator.is_main_process:
@@ -341,22 +344,28 @@ def read_sample(caption_path, media_path):
     return read_entry(caption_path) | read_entry(media_path)
 
 
-def encoded_dataset(args, items, embeds, latents, laws):
+def encoded_dataset(args, items, embeds, latents, laws, *, dropped_caption):
     """Return the `TrainingDataset` over what the cache holds of a dataset.
 
     Args:
         args (`argparse.Namespace`)
-        items (`list[Item]`): Of those that are used.
-        embeds, latents (`Encodings`): From `plan_encodings`, of these items, with nothing missing any more.
+        items (`list[Item]`): Those that are trained.
+        embeds, latents (`Encodings`): From `plan_encodings`, of these items first, with nothing missing any more.
         laws (`list[SigmaLaw]`): For each item.
+        dropped_caption (`str`): Stands for captions that are dropped.
     """
     drops_captions = args.caption_dropout > 0
     return TrainingDataset(
         [item.row.id for item in items],
-        list(zip(embeds.paths[: len(items)], latents.paths, strict=True)),
+        encoded_entries(items, embeds, latents.paths[: len(items)]),
         read_sample,
         laws,
         seed=args.seed,
         caption_dropout=args.caption_dropout,
-        dropped_prompt_embeds=read_entry(embeds.paths[-1])["prompt_embeds"] if drops_captions else None,
+        dropped_prompt_embeds=read_entry(embeds.paths[dropped_caption])["prompt_embeds"] if drops_captions else None,
     )
+
+
+def encoded_entries(items, embeds, paths):
+    """Return the entries of items whose media are in the entries `paths`, as `read_sample` takes them."""
+    return [(embeds.paths[item.row.caption], path) for item, path in zip(items, paths, strict=True)]

@@ -1,0 +1,68 @@
+"""The average of the trained weights over the steps, which is what is exported and previewed with --ema."""
+
+import contextlib
+
+from diffusers.training_utils import EMAModel
+
+
+class WeightAverage:
+    """diffusers' exponential moving average of the fp32 masters; without --ema nothing.
+
+    After n updates its decay is (1 + n) / (10 + n), at most --ema_decay: the first update takes the weights as they
+    are. It is fp32, as the masters are.
+
+    Args:
+        weights (`MasterWeights`)
+        args (`argparse.Namespace`): With `ema`, `ema_decay`, `offload_ema` and `training_mode`.
+
+    Attributes:
+        model (`EMAModel` or None): What a checkpoint holds of it.
+    """
+
+    def __init__(self, weights, args):
+        self.weights, self.model = weights, None
+        if args.ema:
+            self.on_host = args.offload_ema
+            # In one go where weights are few: it takes as much memory as they do.
+            self.model = EMAModel(self._masters(), decay=args.ema_decay, foreach=args.training_mode == "lora")
+
+    def _masters(self):
+        if not self.on_host:
+            return self.weights.masters
+        return [master.detach().cpu().requires_grad_() for master in self.weights.masters]
+
+    @property
+    def tensors(self):
+        """The average of each trained parameter, an empty list without."""
+        return [] if self.model is None else self.model.shadow_params
+
+    def step(self):
+        """Take in the weights after an optimizer step. Waits for the device only if the average is on the host."""
+        if self.model is not None:
+            self.model.step(self._masters())
+
+    def loaded(self):
+        """Put the average where it belongs, after a checkpoint was loaded."""
+        if self.model is not None and not self.on_host:
+            for master, shadow in zip(self.weights.masters, self.model.shadow_params, strict=True):
+                shadow.data = shadow.data.to(master.device)
+
+    def replace_weights(self):
+        """Give what is trained the averaged weights for good."""
+        if self.model is not None:
+            self.model.copy_to(self.weights.masters)
+            self.weights.write_back()
+
+    @contextlib.contextmanager
+    def applied(self):
+        """Context in which what is trained has the averaged weights."""
+        if self.model is None:
+            yield
+            return
+        self.model.store(self.weights.masters)
+        self.replace_weights()
+        try:
+            yield
+        finally:
+            self.model.restore(self.weights.masters)
+            self.weights.write_back()
