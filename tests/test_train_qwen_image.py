@@ -97,7 +97,8 @@ def test_files_of_a_lora_run(lora_run, photos):
     assert dataset[0]["source"] == {"size": [96, 80], "frames": 1, "fps": None}
     assert dataset[0]["used"] == {"size": [80, 64], "frames": 1}
     assert dataset[0]["decision"] == "used" and dataset[0]["reason"] is None
-    assert "base_model" in (lora_run / "README.md").read_text()
+    card = (lora_run / "README.md").read_text()
+    assert "base_model" in card and "pipeline_tag: text-to-image\n" in card
 
 
 def test_metrics_of_a_lora_run(lora_run):

@@ -132,6 +132,8 @@ def test_lora_file(name, lora_run, tiny_model):
     card = (folder / "README.md").read_text()
     assert ('/low_noise", load_into_transformer_2=True)' in card) == two_experts
     assert f"{type(pipeline).__name__}.from_pretrained" in card or name == "ti2v from an image"
+    from_text = name in ("t2v", "ti2v from text", "t2v_a14b")
+    assert f"pipeline_tag: {'text' if from_text else 'image'}-to-video\n" in card
 
 
 def test_image_keys_need_not_be_adapted(train):

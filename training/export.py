@@ -15,8 +15,9 @@ from accelerate.utils import send_to_device
 from training.data.batches import collate
 from training.errors import FailedError
 from training.flow_matching import add_noise
+from training.model_card import portable_name, write_model_card
 from training.module import ADAPTER_NAME, lora_layers
-from training.reporting import portable_name, write_atomically, write_model_card
+from training.reporting import write_atomically
 
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,9 @@ def export(args, pipeline, module, dataset, *, prefix, export_name, expert=None,
             f"saved {path}: {checked['layers']} layers, loaded back by diffusers at the trained strength; it changes "
             f"the prediction by {100 * checked['relative_change']:.2g} %"
         )
-    write_model_card(args, base_model=base_model, num_items=len(dataset), usage=usage)
+    source = "image" if "ImageToVideo" in names["pipeline"] else "text"
+    pipeline_tag = f"{source}-to-{'video' if 'num_frames' in vars(args) else 'image'}"
+    write_model_card(args, base_model=base_model, pipeline_tag=pipeline_tag, num_items=len(dataset), usage=usage)
 
 
 LORA_USAGE = """import torch

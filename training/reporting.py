@@ -1,4 +1,4 @@
-"""What a run writes about itself: run.json, dataset.jsonl, metrics.jsonl, the progress bar, the model card."""
+"""What a run writes about itself: run.json, dataset.jsonl, metrics.jsonl, the progress bar."""
 
 import contextlib
 import functools
@@ -299,59 +299,3 @@ class Metrics:
             self.accelerator.print(
                 f"{share:.0%} of the training time was spent waiting for data; raise --dataloader_num_workers"
             )
-
-
-MODEL_CARD = """---
-base_model: {base_model}
-library_name: diffusers
-tags: [diffusers, diffusers-training, {tag}]
----
-
-# {title}
-
-Trained with Blockwise on {num_items} items, {num_steps} optimizer steps{each}.
-
-```python
-{usage}
-```
-
-| setting | value |
-|---|---|
-{settings}
-"""
-
-
-def write_model_card(args, *, base_model, num_items, usage):
-    """Write README.md, the model card of the result.
-
-    Args:
-        args (`argparse.Namespace`)
-        base_model (`str`): Hub id or name.
-        num_items (`int`): Of the dataset.
-        usage (`str`): Python code that loads the result.
-    """
-    output_dir = pathlib.Path(args.output_dir)
-    names = ("training_mode", "lora_rank", "lora_alpha", "lora_dropout", "learning_rate", "lr_scheduler", "optimizer")
-    names += ("weight_decay", "max_grad_norm", "mixed_precision", "height", "width", "max_pixels", "num_frames", "fps")
-    names += ("clip_part", "task", "expert", "train_batch_size", "gradient_accumulation_steps", "caption_dropout")
-    names += ("timestep_sampling", "sigma_shift", "seed")
-    values = {name: getattr(args, name, None) for name in names}
-    lines = read_metrics(output_dir / "metrics.jsonl")
-    settings = [f"| {name} | {value} |" for name, value in values.items() if value is not None]
-    text = MODEL_CARD.format(
-        base_model=base_model,
-        tag="lora" if args.training_mode == "lora" else "full-finetune",
-        title=f"{base_model.rpartition('/')[2]} {'LoRA' if args.training_mode == 'lora' else 'fine-tune'}",
-        num_items=num_items,
-        num_steps=sum(line.get("expert") == lines[-1].get("expert") for line in lines),
-        each=" for each expert" if getattr(args, "expert", None) == "both" else "",
-        usage=usage,
-        settings="\n".join(settings),
-    )
-    write_atomically(output_dir / "README.md", text)
-
-
-def portable_name(pretrained_model_name_or_path):
-    """Return a hub id as it is, and of a local folder its name: no path of this machine goes into a result."""
-    path = pathlib.Path(pretrained_model_name_or_path)
-    return path.resolve().name if path.exists() else pretrained_model_name_or_path

@@ -1,0 +1,83 @@
+"""The result on the Hugging Face hub: a repository that can be written, before training; the upload, at the end."""
+
+import pathlib
+import shlex
+
+from huggingface_hub import HfApi, get_token, is_offline_mode
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+
+from training.errors import FailedError, RefusedError
+from training.export import LORA_FILE
+from training.model_card import shown_previews
+
+
+def open_repository(args):
+    """Return the id of the repository for the result, which is made if it is new; None without --push_to_hub.
+
+    Args:
+        args (`argparse.Namespace`)
+
+    Raises:
+        RefusedError: There is no token, the hub cannot be reached, or it does not let this token write there.
+    """
+    if not args.push_to_hub:
+        return None
+    if is_offline_mode():
+        raise RefusedError("--push_to_hub has no effect with HF_HUB_OFFLINE=1; remove one of the two.")
+    api = HfApi()
+    repo_id = args.hub_model_id or pathlib.Path(args.output_dir).resolve().name
+    refused = f"{api.endpoint} does not accept the token"
+    try:
+        if get_token() is None:
+            raise RefusedError("--push_to_hub: no token was found; log in with `hf auth login`, or set HF_TOKEN.")
+        api.whoami()
+        refused = f"the token does not allow to write to {repo_id}"
+        repo_id = api.create_repo(repo_id, exist_ok=True).repo_id
+        api.auth_check(repo_id, write=True)  # `create_repo` is content if a repository can be read
+    except HFValidationError as error:
+        raise RefusedError(
+            f"--hub_model_id (default: the name of the output folder): {_one_line(error)} Give another."
+        ) from None
+    except (HTTPError, OSError) as error:
+        if not isinstance(error, HfHubHTTPError) or error.response.status_code >= 500:
+            refused = f"{api.endpoint} cannot be reached"
+        raise RefusedError(f"--push_to_hub: {refused}: {_one_line(error)}") from None
+    return repo_id
+
+
+def push(args, repo_id, places=None):
+    """Upload what others need of the output folder: the result, its model card, and the previews that this shows.
+
+    All else, as the record of the run, holds paths of this machine.
+
+    Args:
+        args (`argparse.Namespace`)
+        repo_id (`str` or None): From `open_repository`; without one nothing is done.
+        places (`dict[str | None, str]`, *optional*): See `export`.
+
+    Raises:
+        FailedError: The upload failed. The results are complete.
+    """
+    if repo_id is None:
+        return
+    places = places or {None: "transformer"}
+    if args.training_mode == "full":
+        patterns = [f"{subfolder}/*" for subfolder in places.values()]
+    else:
+        patterns = [LORA_FILE if expert is None else f"{expert}/{LORA_FILE}" for expert in places]
+    patterns += ["README.md", *(path for path, _ in shown_previews(args))]
+    api = HfApi()
+    try:
+        api.upload_folder(repo_id=repo_id, folder_path=args.output_dir, allow_patterns=patterns)
+    except Exception as error:  # whatever it is: what took days is done, and only this is to be done again
+        command = ["hf", "upload", repo_id, args.output_dir, "."]
+        command += [word for pattern in patterns for word in ("--include", pattern)]
+        raise FailedError(
+            f"The results are complete in {args.output_dir}, but were not uploaded to {repo_id}: "
+            f"{_one_line(error) or type(error).__name__}; to upload them later: {shlex.join(command)}"
+        ) from error
+    print(f"uploaded to {api.endpoint}/{repo_id}")
+
+
+def _one_line(error):
+    return " ".join(str(error).split())
