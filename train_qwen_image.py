@@ -67,12 +67,14 @@ from training.errors import refuse_unreadable_model
 from training.export import export
 from training.flow_matching import sigma_law
 from training.forecast import Launch, RunForecast, plan_memory
+from training.hub import open_repository, push
 from training.launch import make_output_dir, start_accelerator
 from training.loop import train
 from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
 from training.reporting import RunRecord
+from training.trackers import Trackers, check_trackers
 from training.validation import Validation, hold_out, preview_prompts, preview_size
 
 
@@ -118,6 +120,7 @@ class QwenImageTrainingModule(DiffusionTrainingModule):
 
 
 def main(args, log):
+    check_trackers(args)
     accelerator = start_accelerator(args)
     log.begin(accelerator.device)
     model = args.pretrained_model_name_or_path
@@ -216,6 +219,9 @@ def main(args, log):
             draw_contact_sheet(output_dir / "contact_sheet.png", items, read_picture)
         return forecast
 
+    repo_id = open_repository(args) if accelerator.is_main_process else None
+    trackers = Trackers(accelerator, args, first_step=resumed["step"] + 1)
+
     # ---- the encoders, each used once and let go, if anything is to be encoded
     or_refuse = refuse_unreadable_model(args)
     encode_missing(
@@ -277,6 +283,7 @@ def main(args, log):
         steps=range(resumed["step"] + 1, last_step + 1),
         checkpoint=checkpoint,
         validation=validation,
+        trackers=trackers,
     )
     log.point("saving")
     if accelerator.is_main_process:
@@ -284,7 +291,9 @@ def main(args, log):
         export(args, stock, module, dataset, prefix="transformer", export_name="transformer.{}".format)
         run.finish()
     accelerator.wait_for_everyone()
+    trackers.finish()
     accelerator.end_training()
+    push(args, repo_id)
 
 
 if __name__ == "__main__":

@@ -74,12 +74,14 @@ from training.errors import RefusedError, refuse_unreadable_model
 from training.export import LORA_FILE, export, load_result
 from training.flow_matching import sigma_law
 from training.forecast import Launch, RunForecast, plan_memory
+from training.hub import open_repository, push
 from training.launch import make_output_dir, start_accelerator
 from training.loop import train
 from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
 from training.reporting import RunRecord
+from training.trackers import Trackers, check_trackers
 from training.validation import Validation, hold_out, preview_prompts, preview_size, read_preview_images
 
 
@@ -141,6 +143,7 @@ def other_expert(variant, expert):
 
 
 def main(args, log):
+    check_trackers(args)
     accelerator = start_accelerator(args)
     log.begin(accelerator.device)
     model = args.pretrained_model_name_or_path
@@ -286,6 +289,9 @@ def main(args, log):
             draw_contact_sheet(output_dir / "contact_sheet.png", items, read_clip)
         return forecast
 
+    repo_id = open_repository(args) if accelerator.is_main_process else None
+    trackers = Trackers(accelerator, args, first_step=resumed["step"] + 1)
+
     # ---- the encoders, each used once and let go, if anything is to be encoded
     or_refuse = refuse_unreadable_model(args)
     encode_missing(
@@ -367,6 +373,7 @@ def main(args, log):
             steps=range(resumed_steps + 1, last_step + 1),
             checkpoint=checkpoint if resumed_steps else None,
             validation=validation,
+            trackers=trackers,
             expert=expert,
             steps_before=steps_before,
         )
@@ -394,7 +401,9 @@ def main(args, log):
             free_memory()
     if accelerator.is_main_process:
         run.finish()
+    trackers.finish()
     accelerator.end_training()
+    push(args, repo_id, places)
 
 
 if __name__ == "__main__":

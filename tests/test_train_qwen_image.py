@@ -81,6 +81,7 @@ def test_files_of_a_lora_run(lora_run, photos):
         "metrics.jsonl",
         LORA_FILE,
         "memory.png",
+        "metrics.png",
         "run.json",
     }
     run = json.loads((lora_run / "run.json").read_text())
@@ -187,7 +188,9 @@ def test_damaged_checkpoint_is_refused(file, content, lora_run, train, tmp_path)
     (checkpoint / file).unlink()
     if content is not None:
         (checkpoint / file).write_text(content)
-    assert f"{checkpoint} is damaged" in refused(train, *LORA, "--resume_from_checkpoint", checkpoint)
+    message = refused(train, *LORA, "--resume_from_checkpoint", checkpoint)
+    lack = "lacks" if content is None else "its"
+    assert f"{checkpoint} is not a complete checkpoint: " in message and f"{lack} {file}" in message
 
 
 def test_a_new_run_does_not_mix_with_old_checkpoints(lora_run, train):
@@ -274,7 +277,7 @@ def model_without_weights(tiny_qwen_image, tmp_path_factory):
     [
         (["--lora_target_modules", "to_q,to_add_out.0,nonsense"], ["'to_add_out.0'", "'nonsense'"]),
         (["--optimizer", "torch.optim.Adamm"], ["torch.optim.Adamm"]),
-        (["--resume_from_checkpoint", "latest"], ["--resume_from_checkpoint latest"]),
+        (["--resume_from_checkpoint", "nowhere"], ["--resume_from_checkpoint nowhere is not a complete checkpoint"]),
         (["--transformer_path", "nowhere"], ["--transformer_path nowhere"]),
         (
             ["--use_gradient_checkpointing", "--checkpoint_blocks", "1,1"],
@@ -325,7 +328,7 @@ def test_infinite_loss_ends_with_1_and_names_the_samples(train, photos):
     flags = [*SMALL, "--training_mode", "full", "--learning_rate", "1e30", "--max_train_steps", "9"]
     done = train(*flags, "--checkpointing_steps", "9", check=False)
     assert done.returncode == 1
-    assert "error: Step " in done.stderr and ("nan" in done.stderr or "inf" in done.stderr)
+    assert "error: step " in done.stderr and ("nan" in done.stderr or "inf" in done.stderr)
     assert any(path.name in done.stderr for path in photos.glob("*.png"))
 
 

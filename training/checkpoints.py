@@ -205,7 +205,7 @@ def register_state_hooks(accelerator, names, weights):
     accelerator.register_load_state_pre_hook(load)
 
 
-def save_checkpoint(accelerator, args, step, batches, *, last_step):
+def save_checkpoint(accelerator, args, step, batches):
     """Save the training state after optimizer step `step` as checkpoint-`step`. Every process must call it.
 
     It is written beside and renamed when all of it is on disk; only then older ones are deleted.
@@ -213,7 +213,6 @@ def save_checkpoint(accelerator, args, step, batches, *, last_step):
     Args:
         accelerator (`Accelerator`), args (`argparse.Namespace`), step (`int`)
         batches (`BatchPlan`): Knows what of the run a resume compares.
-        last_step (`int`): On which the schedule depends.
 
     Raises:
         FailedError: It cannot be written. Those from before are untouched.
@@ -232,7 +231,7 @@ def save_checkpoint(accelerator, args, step, batches, *, last_step):
             files = sorted(path for path in beside.rglob("*") if path.is_file())
             for file in files:
                 _to_disk(file)
-            state = {"step": step, "last_step": last_step, "arguments": vars(args)} | batches.identity
+            state = {"step": step, "arguments": vars(args)} | batches.identity
             state["files"] = {str(file.relative_to(beside)): file.stat().st_size for file in files}
             (beside / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
             _to_disk(beside / _STATE_FILE)

@@ -154,7 +154,7 @@ def train(
             stopped_by = None if is_last else stop.agreed()  # the last step is followed by the result itself
             if saves or stopped_by:
                 metrics.flush()
-                save_checkpoint(accelerator, args, steps_before + step, batches, last_step=steps[-1])
+                save_checkpoint(accelerator, args, steps_before + step, batches)
             if stopped_by:
                 metrics.close()
                 number = steps_before + step

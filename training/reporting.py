@@ -21,6 +21,7 @@ from training.data.report import describe_data
 from training.errors import FailedError
 from training.forecast import check_fits, compare_forecast, describe_forecast
 from training.launch import gather_from_all
+from training.trackers import draw_metrics
 
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class RunRecord:
         accelerator.print(check_fits(forecast, plan))
 
     def finish(self):
-        """Add what was measured, draw memory.png, and print forecast against measured and the points of the log."""
+        """Add what was measured, draw it, and print forecast against measured and the points of the log."""
         self.log.point("final")
         steps, watched = read_metrics(self.output_dir / "metrics.jsonl"), self.log.watched
         device_peak_bytes = max((step["device_peak_bytes"] or 0 for step in steps), default=0)
@@ -129,6 +130,9 @@ class RunRecord:
         self.content |= {"measured": measured, "memory_points": self.log.points}
         self._write()
         self.log.plot(self.output_dir / "memory.png", forecast_bytes=self.log.forecast_bytes)
+        draw_metrics(
+            self.output_dir / "metrics.png", steps, read_validation_losses(self.output_dir, steps[-1]["step"])
+        )
         print("\n".join(compare_forecast(self.content["forecast"], measured)))
         if measured["parked_bytes"] or (self.log.parking and self.log.parking["blocks_refused"]):
             print(
@@ -145,6 +149,13 @@ def read_metrics(path):
     """Return the lines of metrics.jsonl, without a last one that a crash cut off."""
     lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def read_validation_losses(output_dir, last_step):
+    """Return [(step, loss of what is held out)] up to a step; later ones are of an older, longer run."""
+    files = pathlib.Path(output_dir).glob("validation/step-*/loss.json")
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return sorted((record["step"], record["loss"]) for record in records if record["step"] <= last_step)
 
 
 class Metrics:

@@ -79,7 +79,7 @@ def test_encoders_give_samples_of_the_shapes_that_they_are_said_to_give(family, 
     if family == "qwen_image":
         prompt_encoder = qwen_image.load_prompt_encoder(model, device="cpu")
         vae = qwen_image.load_vae(model, device="cpu")
-        modules = {"text encoder": prompt_encoder.text_encoder, "VAE": vae}
+        modules = {"text encoder": prompt_encoder.text_encoder, "VAE": vae, "previews": vae}
         embeds = qwen_image.encode_prompt(prompt_encoder, "a cat")
         sample = {"prompt_embeds": embeds} | qwen_image.encode_image(vae, torch.zeros(3, 64, 96))
         _, num_tokens = qwen_image.count_prompt_tokens(prompt_encoder, "a cat")
@@ -88,7 +88,7 @@ def test_encoders_give_samples_of_the_shapes_that_they_are_said_to_give(family, 
         task = wan_video.find_variant(model).tasks[-1]
         prompt_encoder = wan_video.load_prompt_encoder(model, device="cpu")
         clip_encoder = wan_video.load_clip_encoder(model, device="cpu")
-        modules = {"text encoder": prompt_encoder.text_encoder, "VAE": clip_encoder}
+        modules = {"text encoder": prompt_encoder.text_encoder, "VAE": clip_encoder, "previews": clip_encoder}
         sample = {"prompt_embeds": wan_video.encode_prompt(prompt_encoder, "a cat")}
         sample |= wan_video.encode_clip(clip_encoder, torch.zeros(3, 9, 64, 96), task=task)
         skeletons = wan_video.encoder_skeletons(model, task=task, num_frames=9, **size)
@@ -97,7 +97,7 @@ def test_encoders_give_samples_of_the_shapes_that_they_are_said_to_give(family, 
         for parts, encode in skeletons.values():
             for part in parts:
                 without_content(part)
-            found |= encode()
+            found |= encode()  # of previews nothing, since what they decode is seen and not trained
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in sample.items()}
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == shapes
     # The weights are all there, in the dtypes in which they are loaded.

@@ -179,7 +179,7 @@ def plan_batches(args, items, num_processes, *, resumed, model, num_stages=1):
     batches.identity |= {
         name: getattr(batches, name) for name in ("samples_per_step", "samples_per_epoch", "samples_per_micro_batch")
     }
-    batches.identity["num_processes"] = num_processes
+    batches.identity |= {"num_processes": num_processes, "last_step": last_step}
     if resumed["step"] == 0:
         return batches, last_step
     if resumed["step"] > num_stages * last_step:

@@ -194,7 +194,9 @@ def make_items(*used, caption="a", digest="d", repeat=1):
 
 def planned(items, num_processes=1, resumed=None, model=None, num_stages=1, **settings):
     defaults = {"train_batch_size": 2, "gradient_accumulation_steps": 1, "seed": 5}
-    args = types.SimpleNamespace(**defaults | {"max_train_steps": 4, "num_train_epochs": None} | settings)
+    args = types.SimpleNamespace(
+        **defaults | {"lr_scheduler": "cosine", "max_train_steps": 4, "num_train_epochs": None} | settings
+    )
     resumed = resumed or {"step": 0}
     return plan_batches(
         args, items, num_processes, resumed=resumed, model=model or {"width": 8}, num_stages=num_stages
