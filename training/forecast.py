@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import shutil
 
 import psutil
 import torch
@@ -203,6 +204,11 @@ class RunForecast:
         tokens = sum(self.caption_tokens[caption] for caption in self.to_encode["text encoder"].values())
         media = sum(size(item.record["used"]) for item in self.to_encode["VAE"].values())
         return int(media) + tokens * width * sample["prompt_embeds"][1].itemsize
+
+    @property
+    def checkpoint_bytes(self):
+        """Bytes of a checkpoint: fp32 weights that are trained, the optimizer's state, the average."""
+        return sum(self._bytes[name] for name in ("fp32_gradients", "optimizer_state", "ema"))
 
     @functools.cached_property
     def _batch_bytes(self):
@@ -600,6 +606,29 @@ def _plan_for_budget(args, forecast):
             f"--memory_budget: {format_bytes(budget)} cannot be met; the smallest that can is {needed}, for the phase "
             f"{phase}.{most}"
         ) from None
+
+
+def describe_disk(forecast, last_step):
+    """Return a sentence on what checkpoints take, or None without any; warn if the disk has no room for them.
+
+    Args:
+        forecast (`RunForecast`)
+        last_step (`int`): The last optimizer step of the run.
+    """
+    args = forecast.args
+    if args.checkpointing_steps is None or args.checkpointing_steps > last_step:
+        return None
+    count = last_step // args.checkpointing_steps
+    if args.checkpoints_total_limit is not None:
+        count = min(count, args.checkpoints_total_limit + 1)  # the oldest goes when the newest is there
+    size, free = forecast.checkpoint_bytes, shutil.disk_usage(args.output_dir).free
+    text = f"a checkpoint takes {format_bytes(size)} of disk, at most {count} at a time {format_bytes(count * size)}"
+    if count * size > free:
+        logger.warning(
+            "%s, and %s has %s free; set --checkpoints_total_limit, or give another folder",
+            *(text, args.output_dir, format_bytes(free)),
+        )
+    return f"{text}, of the {format_bytes(free)} that are free"
 
 
 def check_fits(forecast, plan):

@@ -56,28 +56,16 @@ def train(
         FailedError: A trainable tensor gets no gradient, a loss is not finite, or a checkpoint cannot be written.
         StoppedError: A signal asked for it; a checkpoint of the last step that was made is complete.
     """
-    module.train()
-    parameters = trainable_parameters(module)
-    module.to(accelerator.device)
-    weights = MasterWeights(parameters.values())
-    average = WeightAverage(weights, args)
-    optimizer = optimizer_class(weights.masters, **optimizer_arguments)
-    log.point("optimizer")
-    lr_scheduler = get_scheduler(
-        args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=steps.stop - 1
+    model, optimizer, lr_scheduler, weights, average = _prepare(
+        accelerator,
+        module,
+        args,
+        log=log,
+        optimizer_class=optimizer_class,
+        optimizer_arguments=optimizer_arguments,
+        last_step=steps.stop - 1,
+        checkpoint=checkpoint,
     )
-    model, optimizer = accelerator.prepare(module, optimizer)
-    log.point("prepared")
-    # Not prepared: Accelerate would step the schedule once per process.
-    accelerator.register_for_checkpointing(*filter(None, (lr_scheduler, average.model)))
-    register_state_hooks(accelerator, list(parameters), weights)
-    seed_module_randomness(args.seed, accelerator.process_index)
-    if checkpoint is not None:
-        load_checkpoint(accelerator, checkpoint, lr_scheduler)
-        average.loaded()
-        step = steps_before + steps.start - 1
-        accelerator.print(f"resumed after step {step}, learning rate {lr_scheduler.get_last_lr()[0]:.3g}")
-
     loader = load_batches(
         dataset,
         batches,
@@ -98,7 +86,7 @@ def train(
         expert=expert,
         steps_before=steps_before,
     )
-    liveness = GradientLiveness(parameters)
+    liveness = GradientLiveness(trainable_parameters(module))
     log.watch(module, optimizer, step=steps_before + steps.start, average=average.tensors)
     step, losses, sample_losses, num_skipped = steps.start - 1, [], [], 0
     with StopRequest(accelerator) as stop:
@@ -154,7 +142,8 @@ def train(
             stopped_by = None if is_last else stop.agreed()  # the last step is followed by the result itself
             if saves or stopped_by:
                 metrics.flush()
-                save_checkpoint(accelerator, args, steps_before + step, batches)
+                with metrics.aside():
+                    save_checkpoint(accelerator, args, steps_before + step, batches)
             if stopped_by:
                 metrics.close()
                 number = steps_before + step
@@ -164,6 +153,36 @@ def train(
                 )
     metrics.close()
     average.replace_weights()
+
+
+def _prepare(accelerator, module, args, *, log, optimizer_class, optimizer_arguments, last_step, checkpoint):
+    """Return what trains `module`, in the state of a checkpoint if there is one.
+
+    Returns:
+        `tuple` of the prepared module and optimizer, the schedule, the `MasterWeights` and their `WeightAverage`.
+    """
+    module.train()
+    parameters = trainable_parameters(module)
+    module.to(accelerator.device)
+    weights = MasterWeights(parameters.values())
+    average = WeightAverage(weights, args)
+    optimizer = optimizer_class(weights.masters, **optimizer_arguments)
+    log.point("optimizer")
+    lr_scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=last_step
+    )
+    model, optimizer = accelerator.prepare(module, optimizer)
+    log.point("prepared")
+    # Not prepared: Accelerate would step the schedule once per process.
+    accelerator.register_for_checkpointing(*filter(None, (lr_scheduler, average.model)))
+    register_state_hooks(accelerator, list(parameters), weights)
+    seed_module_randomness(args.seed, accelerator.process_index)
+    if checkpoint is not None:
+        load_checkpoint(accelerator, checkpoint, lr_scheduler)
+        average.loaded()
+        rate = lr_scheduler.get_last_lr()[0]
+        accelerator.print(f"resumed from {checkpoint.name}, learning rate of the next step {rate:.3g}")
+    return model, optimizer, lr_scheduler, weights, average
 
 
 def _divides(every, step):

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from memory import offload
 from training.data.report import describe_data
 from training.errors import FailedError
-from training.forecast import check_fits, compare_forecast, describe_forecast
+from training.forecast import check_fits, compare_forecast, describe_disk, describe_forecast
 from training.launch import gather_from_all
 from training.trackers import draw_metrics
 
@@ -104,8 +104,11 @@ class RunRecord:
         accelerator.print(f"{len(parameters)} tensors with {count:,} parameters are trained, in fp32")
         data = describe_data(args, items, batches, num_tokens=num_tokens, cache_bytes=forecast.cache_bytes)
         accelerator.print(batches.describe(last_step))
-        for line in (*data, *plan.describe(), *describe_forecast(self.content["forecast"])):
-            accelerator.print(line)
+        stages = 2 if getattr(args, "expert", None) == "both" else 1
+        disk = describe_disk(forecast, stages * last_step)
+        for line in (*data, *plan.describe(), *describe_forecast(self.content["forecast"]), disk):
+            if line is not None:
+                accelerator.print(line)
         accelerator.print(check_fits(forecast, plan))
 
     def finish(self):
