@@ -1,6 +1,7 @@
 """The loop against arithmetic: one weight, plain gradient descent."""
 
 import itertools
+import traceback
 
 import pytest
 import torch
@@ -128,3 +129,22 @@ def test_silent_parameter_stops_the_run_with_its_name(tmp_path):
     module.transformer["forgotten"] = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(FailedError, match="transformer.forgotten"):
         run(tmp_path, "--max_train_steps", "4", module=module)
+
+
+@pytest.mark.parametrize(
+    "flags, num_waits", [([], 0), (["--ema"], 0), (["--max_grad_norm", "0"], 0), (["--max_skipped_steps", "1"], 6)]
+)
+def test_the_host_waits_for_no_number_between_two_flushes(flags, num_waits, tmp_path):
+    """Only where it is asked for, in each of six steps; batches are made in another thread."""
+    waits = []
+
+    class Waits(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
+                waits.append("".join(traceback.format_stack()))
+            return func(*args, **(kwargs or {}))
+
+    with Waits():
+        run(tmp_path, "--max_train_steps", "6", "--logging_steps", "100", *flags)
+    in_the_loop = [stack for stack in waits if ", in train\n" in stack and ", in flush" not in stack]
+    assert len(in_the_loop) == num_waits, in_the_loop[0]
