@@ -261,6 +261,7 @@ def main(args, log):
         to_encode={"text encoder": embeds.missing, "VAE": latents.missing},
         held_out=[item.record for item in held_out],
         previews=preview_size(args, items) if args.validation_prompt else None,
+        preview_transformers=max(1, len(variant.experts)),
     )
     plan = plan_memory(args, forecast)
     if not args.dry_run:

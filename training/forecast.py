@@ -103,6 +103,7 @@ class RunForecast:
             Phase of an encoder -> what is not in the cache yet, as `Encodings.missing` has it: captions, or items.
         held_out (`list[dict]`): Records of the items that are encoded, and not trained.
         previews (`tuple[int, int, int]`, *optional*): Height, width and frames of previews, where any are made.
+        preview_transformers (`int`): How many work together there.
     """
 
     args: object
@@ -120,6 +121,7 @@ class RunForecast:
     to_encode: dict
     held_out: list = ()
     previews: tuple | None = None
+    preview_transformers: int = 1
 
     # ---- one sample, and the phases before training
 
@@ -340,6 +342,7 @@ class RunForecast:
             training += self._bytes["ema"]
         if self.previews is not None:
             training += self._preview[1] + self._waiting_bytes
+            training += (self.preview_transformers - 1) * self._bytes["weights"]
             training += self._bytes["ema"]  # the trained weights, while their average has their place
         if self.launch.device_type == "cpu":
             training += max(self.phases(modes).values())

@@ -82,6 +82,7 @@ def train(
         batches,
         dataset,
         log=log,
+        resumed_path=checkpoint and checkpoint.parent / path.name,
         trackers=trackers,
         expert=expert,
         steps_before=steps_before,

@@ -171,11 +171,25 @@ class Metrics:
         steps (`range`): The optimizer steps of this run.
         batches (`BatchPlan`), dataset (`TrainingDataset`): Tell which samples a step had, and their sigmas.
         log (`MemoryLog`): Is told of each step, and of the end.
+        resumed_path (`pathlib.Path`, *optional*): The metrics.jsonl of the run that is resumed, if not in this folder.
         trackers (`Trackers`, *optional*): Get the numbers too.
         expert (`str`, *optional*), steps_before (`int`): See `train`.
     """
 
-    def __init__(self, accelerator, path, steps, batches, dataset, *, log, trackers=None, expert=None, steps_before=0):
+    def __init__(
+        self,
+        accelerator,
+        path,
+        steps,
+        batches,
+        dataset,
+        *,
+        log,
+        resumed_path=None,
+        trackers=None,
+        expert=None,
+        steps_before=0,
+    ):
         self.accelerator, self.path = accelerator, pathlib.Path(path)
         self.batches, self.dataset, self.log, self.trackers = batches, dataset, log, trackers
         self.expert, self.steps_before = expert, steps_before
@@ -186,8 +200,12 @@ class Metrics:
         self.last_time = time.perf_counter()
         if accelerator.is_main_process:
             first = steps_before + steps.start
-            kept = read_metrics(self.path) if first > 1 and self.path.exists() else []
-            write_json_lines(self.path, [line for line in kept if line["step"] < first])
+            sources = [source for source in (self.path, resumed_path) if source is not None and source.exists()]
+            kept = read_metrics(sources[0]) if first > 1 and sources else []
+            kept = [line for line in kept if line["step"] < first]
+            if len(kept) != first - 1:
+                logger.warning("%s lacks %d of the steps before step %d", self.path, first - 1 - len(kept), first)
+            write_json_lines(self.path, kept)
         desc, shown = f"training {expert or ''}".rstrip(), accelerator.is_main_process
         self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc=desc, disable=not shown)
 
