@@ -53,5 +53,6 @@ ARGS=(
   # --use_gradient_checkpointing_offload \
   --checkpointing_steps 1000
   --checkpoints_total_limit 1
+  # --validation_prompt "like a caption" --validation_steps 250 --validation_split 0.05 \
 )
 accelerate launch --config_file accelerate_configs/single_gpu.yaml train_qwen_image.py "${ARGS[@]}" "$@"

@@ -48,5 +48,6 @@ ARGS=(
   # --use_gradient_checkpointing_offload \
   --checkpointing_steps 500
   --checkpoints_total_limit 2
+  # --validation_prompt "like a caption" --validation_steps 250 --validation_split 0.05 \
 )
 accelerate launch --config_file accelerate_configs/single_gpu.yaml train_wan_video.py "${ARGS[@]}" "$@"
