@@ -75,7 +75,7 @@ from training.module import DiffusionTrainingModule, find_lora_targets, make_tra
 from training.optimizers import find_optimizer
 from training.reporting import RunRecord
 from training.trackers import Trackers, check_trackers
-from training.validation import Validation, hold_out, preview_prompts, preview_size
+from training.validation import Validation, hold_out, preview_prompts, preview_settings, preview_size
 
 
 DROPPED_CAPTION = " "
@@ -256,21 +256,16 @@ def main(args, log):
         log.point("adapters")
 
     # ---- training and its results
-    validation = None
-    if args.validation_prompt or held_out:
-        height, width, num_frames = preview_size(args, items)
-        settings = {name: getattr(args, name) for name in ("guidance_scale", "num_inference_steps")}
-        settings |= {"height": height, "width": width, "num_frames": num_frames, "images": []}
-        validation = Validation(
-            accelerator,
-            args,
-            module,
-            embeds,
-            latents,
-            held_out,
-            pipeline=stock_preview,
-            sample=partial(pipeline.sample, **settings, seed=args.validation_seed),
-        )
+    validation = Validation(
+        accelerator,
+        args,
+        module,
+        embeds,
+        latents,
+        held_out,
+        pipeline=stock_preview,
+        sample=partial(pipeline.sample, **preview_settings(args, items)),
+    )
     train(
         accelerator,
         module,

@@ -82,7 +82,14 @@ from training.module import DiffusionTrainingModule, find_lora_targets, make_tra
 from training.optimizers import find_optimizer
 from training.reporting import RunRecord
 from training.trackers import Trackers, check_trackers
-from training.validation import Validation, hold_out, preview_prompts, preview_size, read_preview_images
+from training.validation import (
+    Validation,
+    hold_out,
+    preview_prompts,
+    preview_settings,
+    preview_size,
+    read_preview_images,
+)
 
 
 DROPPED_CAPTION = ""
@@ -159,7 +166,7 @@ def main(args, log):
         )
         tokenizer = pipeline.load_tokenizer(model, **hub)
     values = {"experts": variant.experts, "lora_target_modules": ",".join(pipeline.default_lora_targets(skeleton))}
-    values |= {"negative_prompt": pipeline.NEGATIVE_PROMPT, "guidance_scale": variant.guidance_scales[0]}
+    values |= {"negative_prompt": pipeline.NEGATIVE_PROMPT, "guidance_scale": variant.guidance_scale}
     values["num_inference_steps"] = variant.num_inference_steps
     resolve_for_model(args, dataclasses.asdict(variant) | values)
     task = args.task or variant.tasks[0]
@@ -341,27 +348,21 @@ def main(args, log):
             log.point("adapters")
 
         # ---- training and its results
-        validation = None
-        if args.validation_prompt or held_out:
-            height, width, num_frames = preview_size(args, items)
-            settings = {name: getattr(args, name) for name in ("guidance_scale", "num_inference_steps")}
-            settings |= {"height": height, "width": width, "num_frames": num_frames, "images": preview_images}
-            if expert is not None and args.guidance_scale == variant.guidance_scales[0]:
-                settings["guidance_scale_2"] = variant.guidance_scales[1]
-            validation = Validation(
-                accelerator,
-                args,
-                module,
-                embeds,
-                latents,
-                held_out,
-                pipeline=stock_preview,
-                sample=partial(pipeline.sample, **settings, seed=args.validation_seed),
-                sigma_range=variant.sigma_range(expert),
-                place=places[expert],
-                load_other=partial(load_other_expert, other_expert(variant, expert)) if expert is not None else None,
-                fps=args.fps,
-            )
+        settings = preview_settings(args, items, preview_images) | variant.guidance(args.guidance_scale)
+        validation = Validation(
+            accelerator,
+            args,
+            module,
+            embeds,
+            latents,
+            held_out,
+            pipeline=stock_preview,
+            sample=partial(pipeline.sample, **settings),
+            sigma_range=variant.sigma_range(expert),
+            place=places[expert],
+            load_other=partial(load_other_expert, other_expert(variant, expert)) if expert is not None else None,
+            fps=args.fps,
+        )
         train(
             start_accelerator(args),  # one for each, since it holds on to what it has prepared
             module,

@@ -65,11 +65,18 @@ class WanVariant:
         return () if self.boundary_ratio is None else ("high_noise", "low_noise")
 
     @property
-    def guidance_scales(self):
-        """What sampling is guided with: of the only transformer, or of the experts for high and low noise."""
+    def guidance_scale(self):
+        """How strongly sampling is guided; of two experts that for high noise."""
         if not self.experts:
-            return (5.0,)
-        return (4.0, 3.0) if self.tasks == ("t2v",) else (3.5, 3.5)
+            return 5.0
+        return 4.0 if self.tasks == ("t2v",) else 3.5
+
+    def guidance(self, scale):
+        """Return what the stock pipeline is told for a scale: with the model's own, for low noise another one."""
+        if not self.experts:
+            return {"guidance_scale": scale}
+        is_own = scale == self.guidance_scale and self.tasks == ("t2v",)
+        return {"guidance_scale": scale, "guidance_scale_2": 3.0 if is_own else scale}
 
     @property
     def num_inference_steps(self):

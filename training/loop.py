@@ -132,8 +132,9 @@ def train(
             # With several processes after the first step: DDP does not survive a second one with a silent tensor.
             if step == steps[: 2 if accelerator.num_processes == 1 else 1][-1]:
                 liveness.check()
-            is_last, saves = step == steps[-1], _divides(args.checkpointing_steps, steps_before + step)
-            validates = validation is not None and (is_last or _divides(args.validation_steps, steps_before + step))
+            is_last = step == steps[-1]
+            saves = args.checkpointing_steps is not None and (steps_before + step) % args.checkpointing_steps == 0
+            validates = validation is not None and validation.is_due(steps_before + step, is_last)
             if saves or validates or is_last or is_skipped or step % args.logging_steps == 0:
                 metrics.flush()
             if validates:
@@ -184,10 +185,6 @@ def _prepare(accelerator, module, args, *, log, optimizer_class, optimizer_argum
         rate = lr_scheduler.get_last_lr()[0]
         accelerator.print(f"resumed from {checkpoint.name}, learning rate of the next step {rate:.3g}")
     return model, optimizer, lr_scheduler, weights, average
-
-
-def _divides(every, step):
-    return every is not None and step % every == 0
 
 
 def clip_gradients(accelerator, weights, max_grad_norm):

@@ -81,6 +81,14 @@ def preview_size(args, items):
     return height, width, getattr(args, "num_frames", None) or num_frames
 
 
+def preview_settings(args, items, images=()):
+    """Return what `sample` of a family is told of all previews of a run, by its names."""
+    height, width, num_frames = preview_size(args, items)
+    settings = {"height": height, "width": width, "num_frames": num_frames, "images": images}
+    settings |= {"guidance_scale": args.guidance_scale, "num_inference_steps": args.num_inference_steps}
+    return settings | {"seed": args.validation_seed}
+
+
 def preview_prompts(args):
     """Return the texts that previews need encoded."""
     prompts = list(args.validation_prompt or ())
@@ -144,6 +152,11 @@ class Validation:
         self.prompts = list(args.validation_prompt or ())
         self.prompt_embeds = {text: embeds.paths[text] for text in preview_prompts(args)}
         self.pipeline, self.sample, self.place, self.load_other = pipeline, sample, place, load_other
+
+    def is_due(self, step, is_last):
+        """Return whether something is to be done after an optimizer step."""
+        every = self.args.validation_steps
+        return bool(self.prompts or self.held_out) and (is_last or (every is not None and step % every == 0))
 
     @torch.no_grad()
     def run(self, step, trackers=None):
