@@ -255,6 +255,55 @@ def test_categories_of_full_training_in_bf16_by_hand(forecast):
     assert fixed["gradients"] == 2 * count, "the buckets of DDP"
 
 
+@pytest.mark.parametrize("flags", [[], ["--training_mode", "full", "--mixed_precision", "bf16"]])
+def test_an_average_takes_four_bytes_per_trained_weight(flags, forecast):
+    """On the device, or with --offload_ema on the host; on each process in any case, and in each checkpoint."""
+    made, plan = forecast("qwen_image", *flags)
+    count = sum(math.prod(shape) for shape, _ in made.parameters.values())
+    without, _ = made.training(plan.modes)
+    with_ema, plan = forecast("qwen_image", *flags, "--ema")
+    assert with_ema.training(plan.modes)[0] == without | {"ema": 4 * count}
+    assert with_ema.checkpoint_bytes - made.checkpoint_bytes == 4 * count
+    assert made.checkpoint_bytes == pytest.approx(12 * count, rel=0.01), "fp32 weights and AdamW's two moments"
+    assert with_ema._shares("zero2", 4)[0]["ema"] == 4 * count
+    on_host, plan = forecast("qwen_image", *flags, "--ema", "--offload_ema")
+    assert on_host.training(plan.modes)[0] == without
+    assert ("--offload_ema", 4 * count) in with_ema.suggestions(plan, "training")
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "wan_ti2v", "wan_t2v_a14b"])
+def test_previews_are_a_phase_of_their_own(family, forecast, tiny_model, photos):
+    """At least the decoder and what it works on; beside it what is trained, and nothing of a LoRA's base on a GPU."""
+    flags = {"wan_ti2v": ["--task", "i2v"], "wan_t2v_a14b": ["--expert", "both"]}.get(family, [])
+    previews = [*flags, "--validation_prompt", "a cat", "--width", "512", "--height", "512"]
+    previews += ["--validation_image", str(photos / "astronaut.png")] if family == "wan_ti2v" else []
+    made, plan = forecast(family, *previews)
+    vae_class = AutoencoderKLQwenImage if family == "qwen_image" else AutoencoderKLWan
+    vae = vae_class.from_pretrained(tiny_model(family), subfolder="vae")
+    weights = sum(parameter.nbytes for parameter in vae.parameters())
+    peak, found = made._preview
+    frames = 1 if family == "qwen_image" else 9
+    assert found == weights and peak > weights + 4 * 3 * frames * 512 * 512
+    held, _ = made._shares("single", 1)
+    phases = made.phases(plan.modes)
+    assert phases["previews"] == sum(held.values()) - held["weights"] + peak
+    made.launch = dataclasses.replace(made.launch, device_type="cpu")
+    assert made.phases(plan.modes)["previews"] == sum(held.values()) + peak
+    both = (made.preview_transformers - 1) * held["weights"]
+    assert both == (held["weights"] if family == "wan_t2v_a14b" else 0)
+
+
+def test_disk_that_checkpoints_take(forecast, caplog, tmp_path):
+    made, _ = forecast("qwen_image", "--checkpointing_steps", "2")
+    assert "at most 5 at a time" in forecasting.describe_disk(made, 10) and "another folder" not in caplog.text
+    made.args.checkpoints_total_limit = 2
+    assert "at most 3 at a time" in forecasting.describe_disk(made, 10)
+    assert forecasting.describe_disk(made, 1) is None, "there will be none"
+    made._bytes["optimizer_state"] = 2**60
+    forecasting.describe_disk(made, 10)
+    assert "set --checkpoints_total_limit, or give another folder" in caplog.text
+
+
 def test_shares_of_several_processes_by_hand(forecast):
     made, _ = forecast("qwen_image")
     whole, _ = made._shares("single", 1)
