@@ -219,9 +219,7 @@ def save_checkpoint(accelerator, args, step, batches):
     """
     output_dir = pathlib.Path(args.output_dir)
     final, beside = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.tmp"
-    if accelerator.is_main_process:
-        for left in (*output_dir.glob("checkpoint-*.tmp"), *output_dir.glob("checkpoint-*.old")):
-            shutil.rmtree(left, ignore_errors=True)
+    _delete_unfinished(accelerator, output_dir)
     accelerator.wait_for_everyone()
     kwargs = {"exclude_frozen_parameters": True} if uses_deepspeed(accelerator) else {}
     _all_or_none(accelerator, final.name, beside, lambda: accelerator.save_state(beside, **kwargs))
@@ -235,8 +233,10 @@ def save_checkpoint(accelerator, args, step, batches):
             state["files"] = {str(file.relative_to(beside)): file.stat().st_size for file in files}
             (beside / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
             _to_disk(beside / _STATE_FILE)
+            _to_disk(beside)
             _delete(final)
             beside.rename(final)
+            _to_disk(output_dir)  # or the older ones might be gone and this one not there
 
     _all_or_none(accelerator, final.name, beside, complete)
     if accelerator.is_main_process and args.checkpoints_total_limit is not None:
@@ -255,6 +255,8 @@ def _all_or_none(accelerator, name, beside, write):
     # torch and safetensors have errors of their own for a disk that is full.
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         problem = str(error)
+        if "inline_container" in problem:
+            problem = f"a file was cut off, as where the disk is full ({problem})"  # torch does not say why
     problems = list(filter(None, gather_from_all(accelerator, problem)))
     if problems:
         if accelerator.is_main_process:
@@ -266,12 +268,19 @@ def _all_or_none(accelerator, name, beside, write):
 
 
 def _to_disk(path):
-    """Make sure that a file survives a loss of power."""
+    """Make sure that a file, or the names in a folder, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _delete_unfinished(accelerator, output_dir):
+    """Delete what a run that was killed has left of checkpoints that it was writing or deleting."""
+    if accelerator.is_main_process:
+        for left in (*output_dir.glob("checkpoint-*.tmp"), *output_dir.glob("checkpoint-*.old")):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _delete(path):
@@ -289,6 +298,7 @@ def load_checkpoint(accelerator, path, lr_scheduler):
         accelerator (`Accelerator`), path (`pathlib.Path`)
         lr_scheduler (`LambdaLR`): That of this run; what it says holds, also where the length of the run changed.
     """
+    _delete_unfinished(accelerator, pathlib.Path(accelerator.project_dir))  # no later save might do it
     kwargs = {"load_module_strict": False} if uses_deepspeed(accelerator) else {}
     accelerator.load_state(path, **kwargs)
     # The rate in the state was made by the schedule of that run, whose end may be this one's middle.

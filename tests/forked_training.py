@@ -1,0 +1,54 @@
+"""Starts training scripts as processes of their own that need not import everything anew.
+
+Reads requests from stdin, one JSON object per line, and answers each with one line:
+    {"script": ..., "arguments": [...], "output": FILE, "environment": {...}, "file_size": BYTES or null}: the pid
+    {"poll": PID}: its exit code, negative for a signal, or null while it runs
+"""
+
+import gc
+import json
+import os
+import resource
+import runpy
+import signal
+import sys
+
+
+sys.path.insert(0, os.getcwd())
+
+import peft  # noqa: F401
+from diffusers import QwenImagePipeline, WanPipeline  # noqa: F401
+from matplotlib import pyplot  # noqa: F401
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, UMT5EncoderModel  # noqa: F401
+
+import train_qwen_image  # noqa: F401
+import train_wan_video  # noqa: F401
+
+
+def become(request):
+    """Make this process, which was just forked, look as if it was started by a shell."""
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(request["environment"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if request["file_size"] is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"], resource.RLIM_INFINITY))
+    sys.argv = [request["script"], *request["arguments"]]
+
+
+gc.freeze()  # what was imported need not be looked at again by each process
+for line in sys.stdin:
+    request = json.loads(line)
+    if "poll" in request:
+        pid, status = os.waitpid(request["poll"], os.WNOHANG)
+        print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+    elif (pid := os.fork()) > 0:
+        print(pid, flush=True)
+    else:
+        become(request)
+        runpy.run_path(request["script"], run_name="__main__")
+        break

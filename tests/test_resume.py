@@ -1,0 +1,733 @@
+"""A run that was killed and resumed cannot be told from one that never stopped; a file is complete or absent."""
+
+import json
+import logging
+import math
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+import train_qwen_image
+import training.loop
+from memory.log import MemoryLog
+from training.arguments import parse_args
+from training.checkpoints import find_checkpoint, list_checkpoints
+from training.errors import RefusedError
+from training.export import LORA_FILE
+
+
+REPO = pathlib.Path(__file__).parents[1]
+
+# All that has a state: dropout, dropped captions, the schedule, the average, sizes, epochs, batches made ahead.
+SHARED = ["--max_pixels", "5120", "--caption_dropout", "0.2", "--ema", "--train_batch_size", "2"]
+SHARED += ["--gradient_accumulation_steps", "2", "--dataloader_num_workers", "2", "--logging_steps", "1"]
+SHARED += ["--learning_rate", "1e-3", "--lr_scheduler", "cosine", "--lr_warmup_steps", "2"]
+RANK = ["--lora_rank", "4", "--lora_alpha", "6"]
+LORA = [*SHARED, *RANK, "--lora_dropout", "0.3", "--mixed_precision", "no", "--max_train_steps", "9"]
+FULL = [*SHARED, "--training_mode", "full", "--mixed_precision", "bf16", "--max_train_steps", "5"]
+SAVES = ["--checkpointing_steps", "2"]
+LATEST = ["--resume_from_checkpoint", "latest"]
+
+
+# ---------------------------------------------------------------- processes
+
+
+class Training:
+    """A training process.
+
+    Args:
+        ask (`Callable`): Asks the server that has forked it.
+        pid (`int`)
+        log (`pathlib.Path`): What it says.
+    """
+
+    def __init__(self, ask, pid, log):
+        self.ask, self.pid, self.log, self.code = ask, pid, log, None
+
+    def poll(self):
+        """Return the exit code, negative for a signal, or None while it runs."""
+        if self.code is None:
+            self.code = self.ask({"poll": self.pid})
+        return self.code
+
+    def until(self, condition, timeout=120):
+        """Wait until `condition()` holds or the process has ended; return whether it still runs."""
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if condition():
+                return True
+            assert time.monotonic() < end, f"nothing happened:\n{self.said}"
+            time.sleep(0.001)
+        return False
+
+    def wait(self, timeout=120):
+        """Return the exit code at the end."""
+        self.until(lambda: False, timeout)
+        return self.code
+
+    def signal(self, number):
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    @property
+    def said(self):
+        """All that it printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def error(self):
+        """Its only error, a sentence."""
+        assert "Traceback" not in self.said, self.said
+        (sentence,) = re.findall(r"error: .*", self.said)
+        return sentence
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """Function from a script and its arguments to a `Training`, which runs."""
+    settings = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    logs = tmp_path_factory.mktemp("logs")
+    command = [sys.executable, REPO / "tests" / "forked_training.py"]
+    with subprocess.Popen(command, cwd=REPO, env={**os.environ, **settings}, **pipes) as server:
+
+        def ask(request):
+            server.stdin.write(json.dumps(request) + "\n")
+            server.stdin.flush()
+            return json.loads(server.stdout.readline())
+
+        def run(script, *arguments, environment=None, file_size=None):
+            log = logs / f"{len(list(logs.iterdir()))}.txt"
+            log.touch()
+            request = {"script": script, "arguments": [str(argument) for argument in arguments], "output": str(log)}
+            pid = ask(request | {"environment": environment or {}, "file_size": file_size})
+            return Training(ask, pid, log)
+
+        yield run
+        server.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def pictures(photos, tmp_path_factory):
+    """The photographs, two of them upright: two sizes with --max_pixels."""
+    folder = tmp_path_factory.mktemp("pictures") / "pictures"
+    shutil.copytree(photos, folder)
+    for name in ("chelsea", "rocket"):
+        Image.open(folder / f"{name}.png").crop((0, 0, 56, 80)).save(folder / f"{name}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def required(tiny_qwen_image, pictures, cache):
+    """Function from an output folder to the flags that every run needs."""
+
+    def flags(output_dir, cache_dir=cache):
+        model = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", pictures]
+        return [*map(str, model), "--output_dir", str(output_dir), "--cache_dir", str(cache_dir)]
+
+    return flags
+
+
+@pytest.fixture(scope="module")
+def start(launch, required):
+    """Function that starts training pictures in a process of its own."""
+
+    def run(output_dir, *flags, cache_dir=None, **kwargs):
+        where = required(output_dir) if cache_dir is None else required(output_dir, cache_dir)
+        return launch("train_qwen_image.py", *where, *flags, **kwargs)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def train(required):
+    """Function that trains pictures in this process."""
+
+    def run(output_dir, *flags):
+        arguments = parse_args([*required(output_dir), *flags], description="", values=train_qwen_image.FAMILY)
+        with MemoryLog() as log:
+            train_qwen_image.main(arguments, log)
+        return output_dir
+
+    return run
+
+
+def finished(process):
+    """Wait for a process that has to end well, and return what it said."""
+    assert process.wait() == 0, process.said
+    return process.said
+
+
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory):
+    """Function from flags to the folder of a run that was never stopped, which is made once."""
+    done = {}
+
+    def run(*flags):
+        if flags not in done:
+            done[flags] = tmp_path_factory.mktemp("whole") / "out"
+            finished(start(done[flags], *flags))
+        return done[flags]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def lora_run(whole):
+    return whole(*LORA, *SAVES)
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+def metrics(folder):
+    """The lines of metrics.jsonl, without what is measured."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    measured = ("seconds", "device_peak_bytes", "offloaded_bytes", "host_rss_bytes")
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+
+
+def result_files(folder):
+    """The exported files by name, with their bytes."""
+    files = [*folder.rglob(LORA_FILE), *folder.glob("transformer*/*")]
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+
+
+def assert_same_run(folder, expected, num_steps):
+    assert result_files(expected) and result_files(folder) == result_files(expected)
+    assert [line["step"] for line in metrics(folder)] == list(range(1, num_steps + 1))
+    assert metrics(folder) == metrics(expected)
+    assert (folder / "dataset.jsonl").read_bytes() == (expected / "dataset.jsonl").read_bytes()
+    assert not [*folder.rglob("*.tmp"), *folder.rglob("*.old")]
+
+
+def assert_complete_or_absent(folder):
+    """What has its final name can be read to the end, and holds all of it."""
+    for name in ("run.json", "transformer/config.json"):
+        if (folder / name).exists():
+            json.loads((folder / name).read_text())
+    for file in [*folder.rglob(LORA_FILE), *folder.glob("transformer*/*.safetensors")]:
+        if ".tmp" not in str(file):
+            load_file(file)
+    names = {path.name for path in folder.glob("checkpoint-*") if not path.suffix}
+    assert names == {path.name for path in list_checkpoints(folder).values()}
+
+
+# ---------------------------------------------------------------- killed
+
+
+class Moments:
+    """When a run is killed.
+
+    Args:
+        folder (`pathlib.Path`): Output folder.
+        seed (`int`)
+        num_steps (`int`): Of the whole run.
+    """
+
+    def __init__(self, folder, seed, num_steps):
+        self.folder, self.random, self.num_steps = folder, random.Random(seed), num_steps
+
+    def start(self, process):
+        """Somewhere before the first step, or thereabouts."""
+        time.sleep(self.random.uniform(0, 2))
+
+    def step(self, process):
+        """Some steps after it has begun."""
+        before, more = self._num_lines(), self.random.randint(1, 3)
+        process.until(lambda: self._num_lines() >= min(self.num_steps, before + more))
+        time.sleep(self.random.uniform(0, 0.05))
+
+    def save(self, process):
+        """In the middle of a checkpoint, when some of its files are there."""
+        begin, num_files = time.time_ns(), self.random.randint(0, 6)
+
+        def is_there(path):
+            # Not one that an earlier kill has left.
+            return path.stat().st_mtime_ns > begin and len(list(path.iterdir())) >= num_files
+
+        process.until(lambda: any(map(is_there, self.folder.glob("checkpoint-*.tmp"))))
+
+    def export(self, process):
+        """When the last step is made, or thereabouts."""
+        process.until(lambda: self._num_lines() == self.num_steps)
+        time.sleep(self.random.uniform(0, 0.3))
+
+    def _num_lines(self):
+        try:
+            return (self.folder / "metrics.jsonl").read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
+
+
+def kill_and_resume(begin, folder, moments, num_steps, seed):
+    """Start a run with `begin()`, kill it at each of the moments and start it again; then let it end.
+
+    Returns:
+        How many of the kills left a checkpoint that was being written.
+    """
+    at = Moments(folder, seed, num_steps)
+    num_cut, newest = 0, 0
+    for kind in moments:
+        since = time.time_ns()
+        process = begin()
+        getattr(at, kind)(process)
+        process.signal(signal.SIGKILL)
+        assert process.wait() in (-signal.SIGKILL, 0), process.said
+        if folder.exists():
+            assert_complete_or_absent(folder)
+            num_cut += any(path.stat().st_mtime_ns > since for path in folder.glob("checkpoint-*.tmp"))
+            last = max(list_checkpoints(folder), default=0)
+            assert last >= newest, "what was complete stays, until a newer one is"
+            newest = last
+    finished(begin())
+    return num_cut
+
+
+def test_killed_again_and_again(start, lora_run, tmp_path):
+    """SIGKILL at fourteen moments: the same bytes as the run that was never stopped, which kept all its checkpoints."""
+    folder = tmp_path / "out"
+    moments = ["start"] * 2 + ["step", "save", "save"] * 3 + ["export"] * 3
+    flags = [*LORA, *SAVES, *LATEST, "--checkpoints_total_limit", "2"]
+    num_cut = kill_and_resume(lambda: start(folder, *flags, cache_dir=tmp_path / "cache"), folder, moments, 9, seed=0)
+    assert num_cut > 0, "no kill came in the middle of a checkpoint"
+    assert_same_run(folder, lora_run, 9)
+    assert list(list_checkpoints(folder)) == [6, 8]
+
+
+def test_full_training_killed_again_and_again(start, whole, tmp_path):
+    """fp32 masters of bf16 weights, and their average."""
+    folder = tmp_path / "out"
+    moments = ["start", "save", "step", "save", "export", "export"]
+    flags = [*FULL, "--checkpointing_steps", "1", *LATEST]
+    assert kill_and_resume(lambda: start(folder, *flags), folder, moments, 5, seed=1) > 0
+    assert_same_run(folder, whole(*FULL), 5)
+    assert {"transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"} == set(result_files(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_two_experts_killed_again_and_again(mode, launch, tiny_model, clips, cache, tmp_path):
+    """Wan2.2 A14B, whose experts are trained one after the other: also between the two."""
+    flags = ["--pretrained_model_name_or_path", tiny_model("wan_t2v_a14b"), "--dataset_path", clips]
+    flags += ["--cache_dir", cache, "--expert", "both", "--height", "64", "--width", "64", "--num_frames", "5"]
+    flags += ["--caption_dropout", "0.2", "--ema", "--dataloader_num_workers", "2", "--logging_steps", "1"]
+    flags += ["--learning_rate", "1e-3", "--lr_scheduler", "cosine", "--max_train_steps", "4"]
+    flags += ["--mixed_precision", "no", *RANK, "--lora_dropout", "0.3"] if mode == "lora" else []
+    flags += ["--training_mode", mode]
+
+    def begin(folder, *more):
+        return launch("train_wan_video.py", *flags, "--output_dir", folder, *more)
+
+    finished(begin(tmp_path / "whole"))
+    folder = tmp_path / "out"
+    moments = ["start"] * 2 + ["save", "step", "save", "step", "save"] * 3 + ["export"] * 3
+    saves = ["--checkpointing_steps", "1"]
+    assert kill_and_resume(lambda: begin(folder, *saves, *LATEST), folder, moments, 8, seed=2) > 0
+    assert_same_run(folder, tmp_path / "whole", 8)
+
+
+# ---------------------------------------------------------------- the order on disk
+
+
+def test_files_are_on_disk_before_the_name_and_the_old_ones_go_last(train, tmp_path, monkeypatch):
+    """A loss of power, too, leaves a checkpoint complete or absent."""
+    events = []
+
+    def watch(name):
+        original = getattr(os, name)
+
+        def call(path, *more, **kwargs):
+            path_ = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path)
+            events.append((name, path_.removeprefix(f"{tmp_path}/out/")))
+            return original(path, *more, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("fsync", "rename"):
+        watch(name)
+    folder = train(tmp_path / "out", *LORA, "--checkpointing_steps", "4", "--checkpoints_total_limit", "1")
+    saved = {
+        path.relative_to(tmp_path / "out" / "checkpoint-8").as_posix()
+        for path in (tmp_path / "out" / "checkpoint-8").iterdir()
+    }
+    own = [(name, path) for name, path in events if "checkpoint" in path or not path]
+    renamed = own.index(("rename", "checkpoint-8.tmp"))
+    synced = [path for name, path in own[:renamed] if name == "fsync"]
+    assert {f"checkpoint-8.tmp/{name}" for name in saved} <= set(synced)
+    assert synced[-1] == "checkpoint-8.tmp" and synced[-2] == "checkpoint-8.tmp/training_state.json"
+    assert own.index(("rename", "checkpoint-4")) > renamed
+    assert events[events.index(("rename", "checkpoint-8.tmp")) + 1] == ("fsync", str(folder)), "before one is deleted"
+
+
+# ---------------------------------------------------------------- disks that are full, or cannot be written
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Function from options of mount to a disk of its own in memory; again, to change them."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(options):
+        if os.path.ismount(folder):
+            options = f"remount,{options}"
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("there is no mount")
+        if done.returncode and "remount" in options:
+            return False
+        if done.returncode:
+            pytest.skip(
+                f"{done.stderr.strip()}; it may be permitted under: unshare --user --map-root-user --mount pytest"
+            )
+        return folder
+
+    yield mount
+    if os.path.ismount(folder):
+        subprocess.run(["umount", folder], check=True)
+
+
+def blocks(folder):
+    """What a folder takes of a disk of blocks of 4 KiB, in bytes."""
+    return sum(-(-path.stat().st_size // 4096) * 4096 for path in folder.rglob("*"))
+
+
+def assert_checkpoint_failed(process, number, reason):
+    assert process.wait() == 1, process.said
+    assert f"error: checkpoint-{number} cannot be written to " in process.error and reason in process.error
+
+
+def test_disk_full_in_the_middle_of_a_checkpoint(start, train, lora_run, disk, capsys):
+    """The one before is complete, and where the run goes on from when there is room."""
+    room = blocks(lora_run / "checkpoint-2") * 3 // 2 + 10 * 4096  # besides: run.json, dataset.jsonl, metrics.jsonl
+    folder = disk(f"size={room}") / "out"
+    assert_checkpoint_failed(start(folder, *LORA, *SAVES), 4, "o space left")
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+    disk("size=16m")
+    train(folder, *LORA, *SAVES, *LATEST)
+    assert "resumed after step 2," in capsys.readouterr().out
+    assert_same_run(folder, lora_run, 9)
+
+
+@pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.bin"])
+def test_file_of_a_checkpoint_cannot_grow(name, start, lora_run, tmp_path):
+    """The same without a disk of its own, at each of the large files: no file may be larger than a half of it."""
+    folder = tmp_path / "out"
+    shutil.copytree(lora_run / "checkpoint-2", folder / "checkpoint-2")
+    largest = sorted(path.stat().st_size for path in (lora_run / "checkpoint-2").iterdir())
+    size = (lora_run / "checkpoint-2" / name).stat().st_size
+    smaller = max((other for other in largest if other < size), default=0)
+    process = start(folder, *LORA, *SAVES, *LATEST, file_size=(size + smaller) // 2)
+    assert_checkpoint_failed(process, 4, "File too large" if "safetensors" in name else "as where the disk is full")
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_file_of_the_result_cannot_grow(start, whole, lora_run, tmp_path):
+    limit = (lora_run / LORA_FILE).stat().st_size * 3 // 4
+    process = start(tmp_path / "lora", *LORA, file_size=limit)
+    assert process.wait() == 1 and "arge" in process.error, process.said
+    assert not list(tmp_path.rglob(LORA_FILE))
+
+
+def test_file_of_the_full_result_cannot_grow(start, whole, tmp_path):
+    size = len(result_files(whole(*FULL))["transformer/diffusion_pytorch_model.safetensors"])
+    process = start(tmp_path / "full", *FULL, file_size=size * 3 // 4)
+    assert process.wait() == 1 and "arge" in process.error, process.said
+    assert not (tmp_path / "full" / "transformer").exists()
+
+
+def test_disk_that_becomes_read_only(start, lora_run, disk):
+    folder = disk("size=16m") / "out"
+    process = start(folder, *LORA, "--max_train_steps", "400", *SAVES)
+    process.until(lambda: (folder / "checkpoint-2").exists())
+    process.until(lambda: disk("ro"))  # refused while a file is open
+    assert process.wait() == 1, process.said
+    assert "ead-only file system" in process.error
+    assert_complete_or_absent(folder)
+    refused = start(folder, *LORA, *LATEST)
+    assert refused.wait() == 2, refused.said
+    assert f"--output_dir {folder} cannot be written: Read-only file system" in refused.error
+    for file in (folder / "checkpoint-2").iterdir():
+        assert file.stat().st_size == (lora_run / "checkpoint-2" / file.name).stat().st_size or file.suffix == ".json"
+
+
+# ---------------------------------------------------------------- asked to stop
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal(number, start, train, lora_run, tmp_path, capsys):
+    """The step at work is finished and saved, and the run goes on from there."""
+    folder = tmp_path / "out"
+    process = start(folder, *LORA)
+    process.until(lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= 3)
+    process.signal(number)
+    assert process.wait() == 3, process.said
+    (step,) = list_checkpoints(folder)
+    assert step == len(metrics(folder)) and 3 <= step < 9
+    said = f"stopped by {signal.Signals(number).name} after step {step}; checkpoint-{step} is complete, go on with "
+    assert f"{said}--resume_from_checkpoint latest\n" in process.said
+    train(folder, *LORA, *LATEST)
+    assert f"resumed after step {step}, " in capsys.readouterr().out
+    assert_same_run(folder, lora_run, 9)
+
+
+def test_second_interrupt_ends_at_once(start, tmp_path):
+    process = start(tmp_path, *LORA, "--gradient_accumulation_steps", "300")  # a step takes long
+    process.until(lambda: (tmp_path / "metrics.jsonl").exists())
+    time.sleep(0.3)
+    process.signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.signal(signal.SIGINT)
+    assert process.wait(timeout=3) == 1
+    assert process.error == "error: interrupted; nothing was saved after the last checkpoint"
+
+
+def two_ranks(start, folder, *flags, port):
+    """Start the two processes of one run, without a launcher."""
+    world = {"ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [start(folder, *flags, environment=world | {"RANK": str(n), "LOCAL_RANK": str(n)}) for n in range(2)]
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_signal_to_one_of_two_processes(rank, port, start, tmp_path):
+    """Both stop after the same step, and leave a checkpoint with the random states of both."""
+    folder = tmp_path / "out"
+    flags = [*LORA, "--max_train_steps", "200", "--train_batch_size", "1"]
+    processes = two_ranks(start, folder, *flags, port=port)
+    processes[0].until(lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= 3)
+    processes[rank].signal(signal.SIGTERM)
+    assert [process.wait() for process in processes] == [3, 3], processes[0].said + processes[1].said
+    (step,) = list_checkpoints(folder)
+    assert step == len(metrics(folder)) < 200
+    states = {path.name for path in (folder / f"checkpoint-{step}").glob("random_states_*")}
+    assert states == {"random_states_0.pkl", "random_states_1.pkl"}
+    assert f"stopped by SIGTERM after step {step}; checkpoint-{step} is complete" in processes[0].said
+    assert "stopped by" not in processes[1].said
+
+
+@pytest.mark.slow
+def test_signal_to_one_of_two_processes_of_a_launcher(required, port, tmp_path):
+    """torchrun has an exit code of its own."""
+    import psutil
+
+    folder = tmp_path / "out"
+    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    flags = [*required(folder), *LORA, "--max_train_steps", "400", "--train_batch_size", "1"]
+    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, *command, "train_qwen_image.py", *flags]
+    with subprocess.Popen(command, cwd=REPO, env={**os.environ, **settings}, **pipes) as launcher:
+        end = time.monotonic() + 120
+        while not ((folder / "metrics.jsonl").exists() and len(metrics(folder)) >= 3):
+            assert launcher.poll() is None and time.monotonic() < end, launcher.communicate()[0]
+            time.sleep(0.01)
+        ranks = [
+            process for process in psutil.Process(launcher.pid).children() if process.cmdline()[-len(flags) :] == flags
+        ]
+        ranks[1].terminate()
+        said = launcher.communicate(timeout=60)[0]
+    (step,) = list_checkpoints(folder)
+    assert launcher.returncode == 1 and step == len(metrics(folder)) < 400
+    assert f"stopped by SIGTERM after step {step}; checkpoint-{step} is complete" in said
+
+
+# ---------------------------------------------------------------- which checkpoint
+
+
+@pytest.fixture
+def find(required, tmp_path):
+    """Function that looks for the checkpoint of a run in tmp_path/out."""
+
+    def run(*flags, num_processes=1, resume=LATEST):
+        flags = [*required(tmp_path / "out"), *LORA, *resume, *flags]
+        args = parse_args(flags, description="", values=train_qwen_image.FAMILY)
+        kind = types.SimpleNamespace(value="NO" if num_processes == 1 else "MULTI_CPU")
+        return find_checkpoint(args, types.SimpleNamespace(num_processes=num_processes, distributed_type=kind))
+
+    return run
+
+
+@pytest.fixture
+def copy(lora_run, tmp_path):
+    """Function that copies a checkpoint of the whole run to tmp_path/out under another name."""
+
+    def run(step, name=None):
+        return pathlib.Path(
+            shutil.copytree(lora_run / f"checkpoint-{step}", tmp_path / "out" / (name or f"checkpoint-{step}"))
+        )
+
+    return run
+
+
+def test_latest_is_the_complete_one_of_the_highest_number(find, copy, tmp_path, caplog):
+    copy(2, "checkpoint-9")
+    copy(4, "checkpoint-10")
+    copy(6, "checkpoint-11.tmp")
+    copy(6, "checkpoint-12.old")
+    (copy(6, "checkpoint-13") / "training_state.json").unlink()
+    with (copy(6, "checkpoint-14") / "optimizer.bin").open("r+b") as file:
+        file.truncate(1000)
+    (copy(6, "checkpoint-15") / "training_state.json").write_text("{")
+    (copy(6, "checkpoint-16") / "random_states_0.pkl").unlink()
+    copy(6, "checkpoint-17-mine")  # no name of ours
+    (tmp_path / "out" / "checkpoint-18").touch()
+    path, state = find()
+    assert path == tmp_path / "out" / "checkpoint-10" and state["step"] == 4
+    said = dict(record.message.split(" passes over ")[1].split(": ", 1) for record in caplog.records)
+    assert said.keys() == {f"checkpoint-{name}" for name in ("11.tmp", "12.old", 13, 14, 15, 16, 18)}
+    assert said["checkpoint-11.tmp"] == "it was being written"
+    assert said["checkpoint-12.old"] == "it was being deleted"
+    assert said["checkpoint-13"] == "it has no training_state.json"
+    assert said["checkpoint-14"].startswith("its optimizer.bin has 1000 bytes and had ")
+    assert said["checkpoint-15"].startswith("its training_state.json is damaged")
+    assert said["checkpoint-16"] == "it lacks random_states_0.pkl"
+
+
+def test_latest_starts_at_the_first_step_where_there_is_none(find, copy, tmp_path, caplog):
+    copy(6, "checkpoint-6.tmp")
+    assert find() == (None, {"step": 0})
+    assert "checkpoint-6.tmp: it was being written" in caplog.text
+    assert f"{tmp_path / 'out'} holds no complete checkpoint; the run starts at step 1" in caplog.text
+
+
+def test_latest_does_not_replace_the_results_of_a_run_that_has_ended(find, lora_run, tmp_path):
+    (tmp_path / "out").mkdir()
+    run = json.loads((lora_run / "run.json").read_text())
+    (tmp_path / "out" / "run.json").write_text(json.dumps(run))
+    with pytest.raises(RefusedError, match="holds the results of a run that has ended, and no checkpoint"):
+        find()
+    del run["measured"]  # that was killed
+    (tmp_path / "out" / "run.json").write_text(json.dumps(run))
+    assert find() == (None, {"step": 0})
+
+
+def test_weights_alone_are_not_resumed_from(find, lora_run, tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(lora_run / LORA_FILE, alone)
+    for path in (alone, alone / LORA_FILE):
+        with pytest.raises(RefusedError) as error:
+            find(resume=["--resume_from_checkpoint", str(path)])
+        for text in (
+            "weights only",
+            "optimizer's state",
+            "schedule",
+            "the step",
+            "order of the data",
+            "--lora_init_path",
+        ):
+            assert text in str(error.value)
+
+
+def test_what_is_left_goes_at_the_next_save_and_newer_ones_stay(train, copy, lora_run, tmp_path):
+    """Gone on from the second of four checkpoints, one is kept of those that the new run has made."""
+    folder = tmp_path / "out"
+    for step in (2, 4, 6, 8):
+        copy(step)
+    for name in ("checkpoint-3.tmp", "checkpoint-5.old"):
+        copy(2, name)
+    flags = ["--resume_from_checkpoint", str(folder / "checkpoint-4"), "--checkpoints_total_limit", "1"]
+    train(folder, *LORA, "--checkpointing_steps", "5", *flags)
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-6", "checkpoint-8"}
+    assert result_files(folder) == result_files(lora_run)
+
+
+# ---------------------------------------------------------------- another plan
+
+
+def test_longer_run_goes_on_with_the_schedule_of_its_length(train, tmp_path, caplog):
+    """At its end the rate was 0; from there on it is what the longer run has at this step."""
+    flags = [*LORA, "--lr_warmup_steps", "0"]
+    folder = train(tmp_path / "out", *flags, "--max_train_steps", "4", "--checkpointing_steps", "4")
+    with caplog.at_level(logging.WARNING):
+        train(folder, *flags, "--max_train_steps", "8", *LATEST)
+    rates = [line["lr"] for line in metrics(folder)]
+
+    def cosine(step, num_steps):
+        return 1e-3 * (1 + math.cos(math.pi * (step - 1) / num_steps)) / 2
+
+    assert rates[:4] == pytest.approx([cosine(step, 4) for step in range(1, 5)])
+    assert rates[4:] == pytest.approx([cosine(step, 8) for step in range(5, 9)]), "four more, at the new rates"
+    notice = "this run ends after step 8, that of the checkpoint was to end after 4; from here on the learning rate is"
+    assert f"{notice} that of --lr_scheduler cosine over the new length" in caplog.text
+
+
+def test_half_of_a_run_and_the_rest(train, lora_run, tmp_path, monkeypatch):
+    """A resume makes the steps that are left, and begins with the optimizer's state as it was."""
+    folder = tmp_path / "out"
+    shutil.copytree(lora_run / "checkpoint-4", folder / "checkpoint-4")
+    shutil.copy(lora_run / "metrics.jsonl", folder)
+    loaded = []
+    original = training.loop.load_checkpoint
+
+    def load(accelerator, path, lr_scheduler):
+        original(accelerator, path, lr_scheduler)
+        (optimizer,) = accelerator._optimizers
+        loaded.extend({name: value.clone() for name, value in state.items()} for state in optimizer.state.values())
+
+    monkeypatch.setattr(training.loop, "load_checkpoint", load)
+    train(folder, *LORA, *LATEST)
+    assert_same_run(folder, lora_run, 9)
+    assert len(loaded) == len(load_file(folder / "checkpoint-4" / "trainable.safetensors"))
+    assert all(state["step"] == 4 and state["exp_avg"].any() and state["exp_avg_sq"].any() for state in loaded)
+
+
+def test_another_learning_rate_is_refused(find, copy):
+    copy(4)
+    with pytest.raises(RefusedError, match="--learning_rate is 0.002 and was 0.001"):
+        find("--learning_rate", "2e-3")
+
+
+def test_other_number_of_processes_with_dropout_is_refused(find, copy):
+    copy(4)
+    with pytest.raises(
+        RefusedError, match="this run has 2 processes, that of the checkpoint had 1, each with a random"
+    ):
+        find(num_processes=2)
+
+
+def test_other_number_of_processes_without_dropout(port, start, train, tmp_path):
+    folder = tmp_path / "out"
+    flags = [*LORA, "--lora_dropout", "0", "--max_train_steps", "4"]
+    whole = train(tmp_path / "whole", *flags, *SAVES)
+    shutil.copytree(whole / "checkpoint-2", folder / "checkpoint-2")
+    shutil.copy(whole / "metrics.jsonl", folder)
+    processes = two_ranks(start, folder, *flags, "--train_batch_size", "1", *LATEST, port=port)
+    said = finished(processes[0])
+    finished(processes[1])
+    notice = "this run has 2 processes, that of the checkpoint had 1; samples, noise and sigmas stay the same"
+    assert said.count(notice) == 1 and notice not in processes[1].said
+    for ours, expected in zip(metrics(folder), metrics(whole), strict=True):
+        for name in ("step", "samples", "sigmas", "lr"):
+            assert ours[name] == expected[name]
+        assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-4)
