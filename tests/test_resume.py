@@ -1,5 +1,6 @@
 """A run that was killed and resumed cannot be told from one that never stopped; a file is complete or absent."""
 
+import itertools
 import json
 import logging
 import math
@@ -12,8 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from PIL import Image
@@ -39,6 +42,7 @@ LORA = [*SHARED, *RANK, "--lora_dropout", "0.3", "--mixed_precision", "no", "--m
 FULL = [*SHARED, "--training_mode", "full", "--mixed_precision", "bf16", "--max_train_steps", "5"]
 SAVES = ["--checkpointing_steps", "2"]
 LATEST = ["--resume_from_checkpoint", "latest"]
+WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
 
 # ---------------------------------------------------------------- processes
@@ -103,14 +107,16 @@ def launch(tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
     command = [sys.executable, REPO / "tests" / "forked_training.py"]
     with subprocess.Popen(command, cwd=REPO, env={**os.environ, **settings}, **pipes) as server:
+        lock, numbers = threading.Lock(), itertools.count()
 
         def ask(request):
-            server.stdin.write(json.dumps(request) + "\n")
-            server.stdin.flush()
-            return json.loads(server.stdout.readline())
+            with lock:
+                server.stdin.write(json.dumps(request) + "\n")
+                server.stdin.flush()
+                return json.loads(server.stdout.readline())
 
         def run(script, *arguments, environment=None, file_size=None):
-            log = logs / f"{len(list(logs.iterdir()))}.txt"
+            log = logs / f"{next(numbers)}.txt"
             log.touch()
             request = {"script": script, "arguments": [str(argument) for argument in arguments], "output": str(log)}
             pid = ask(request | {"environment": environment or {}, "file_size": file_size})
@@ -139,9 +145,9 @@ def cache(tmp_path_factory):
 def required(tiny_qwen_image, pictures, cache):
     """Function from an output folder to the flags that every run needs."""
 
-    def flags(output_dir, cache_dir=cache):
+    def flags(output_dir):
         model = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", pictures]
-        return [*map(str, model), "--output_dir", str(output_dir), "--cache_dir", str(cache_dir)]
+        return [*map(str, model), "--output_dir", str(output_dir), "--cache_dir", str(cache)]
 
     return flags
 
@@ -150,9 +156,8 @@ def required(tiny_qwen_image, pictures, cache):
 def start(launch, required):
     """Function that starts training pictures in a process of its own."""
 
-    def run(output_dir, *flags, cache_dir=None, **kwargs):
-        where = required(output_dir) if cache_dir is None else required(output_dir, cache_dir)
-        return launch("train_qwen_image.py", *where, *flags, **kwargs)
+    def run(output_dir, *flags, **kwargs):
+        return launch("train_qwen_image.py", *required(output_dir), *flags, **kwargs)
 
     return run
 
@@ -302,25 +307,35 @@ def kill_and_resume(begin, folder, moments, num_steps, seed):
     return num_cut
 
 
-def test_killed_again_and_again(start, lora_run, tmp_path):
-    """SIGKILL at fourteen moments: the same bytes as the run that was never stopped, which kept all its checkpoints."""
-    folder = tmp_path / "out"
-    moments = ["start"] * 2 + ["step", "save", "save"] * 3 + ["export"] * 3
-    flags = [*LORA, *SAVES, *LATEST, "--checkpoints_total_limit", "2"]
-    num_cut = kill_and_resume(lambda: start(folder, *flags, cache_dir=tmp_path / "cache"), folder, moments, 9, seed=0)
-    assert num_cut > 0, "no kill came in the middle of a checkpoint"
-    assert_same_run(folder, lora_run, 9)
-    assert list(list_checkpoints(folder)) == [6, 8]
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_killed_again_and_again(seed, start, whole, tmp_path):
+    """SIGKILL at twelve moments of two runs, the one with fp32 masters of bf16 weights: as if they never stopped."""
+    lora, full = (*LORA, *SAVES), (*FULL,)
+    runs = {
+        # Keeps two checkpoints, and encodes all anew.
+        lora: (
+            9,
+            ["--checkpoints_total_limit", "2"],
+            ["start", *["save", "step", "save"], "save", "export", "export"],
+        ),
+        full: (5, ["--checkpointing_steps", "1"], ["start", "save", "step", "save", "export"]),
+    }
 
+    def run(flags):
+        num_steps, more, moments = runs[flags]
+        folder = tmp_path / str(num_steps)
+        more = [*more, *LATEST, *(["--cache_dir", tmp_path / "cache"] if flags == lora else [])]
+        num_cut = kill_and_resume(lambda: start(folder, *flags, *more), folder, moments, num_steps, f"{seed} {flags}")
+        return folder, num_cut
 
-def test_full_training_killed_again_and_again(start, whole, tmp_path):
-    """fp32 masters of bf16 weights, and their average."""
-    folder = tmp_path / "out"
-    moments = ["start", "save", "step", "save", "export", "export"]
-    flags = [*FULL, "--checkpointing_steps", "1", *LATEST]
-    assert kill_and_resume(lambda: start(folder, *flags), folder, moments, 5, seed=1) > 0
-    assert_same_run(folder, whole(*FULL), 5)
-    assert {"transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"} == set(result_files(folder))
+    with ThreadPoolExecutor(2) as pool:
+        (lora_run, num_cut), (full_run, num_cut_full) = pool.map(run, runs)
+        expected = list(pool.map(lambda flags: whole(*flags), runs))
+    assert num_cut + num_cut_full > 0, "no kill came in the middle of a checkpoint"
+    assert_same_run(lora_run, expected[0], 9)
+    assert_same_run(full_run, expected[1], 5)
+    assert list(list_checkpoints(lora_run)) == [6, 8]
+    assert result_files(full_run).keys() == {f"transformer/{name}" for name in ("config.json", WEIGHTS_FILE)}
 
 
 @pytest.mark.slow
@@ -365,14 +380,10 @@ def test_files_are_on_disk_before_the_name_and_the_old_ones_go_last(train, tmp_p
     for name in ("fsync", "rename"):
         watch(name)
     folder = train(tmp_path / "out", *LORA, "--checkpointing_steps", "4", "--checkpoints_total_limit", "1")
-    saved = {
-        path.relative_to(tmp_path / "out" / "checkpoint-8").as_posix()
-        for path in (tmp_path / "out" / "checkpoint-8").iterdir()
-    }
     own = [(name, path) for name, path in events if "checkpoint" in path or not path]
     renamed = own.index(("rename", "checkpoint-8.tmp"))
     synced = [path for name, path in own[:renamed] if name == "fsync"]
-    assert {f"checkpoint-8.tmp/{name}" for name in saved} <= set(synced)
+    assert {f"checkpoint-8.tmp/{path.name}" for path in (folder / "checkpoint-8").iterdir()} <= set(synced)
     assert synced[-1] == "checkpoint-8.tmp" and synced[-2] == "checkpoint-8.tmp/training_state.json"
     assert own.index(("rename", "checkpoint-4")) > renamed
     assert events[events.index(("rename", "checkpoint-8.tmp")) + 1] == ("fsync", str(folder)), "before one is deleted"
@@ -422,7 +433,7 @@ def test_disk_full_in_the_middle_of_a_checkpoint(start, train, lora_run, disk, c
     """The one before is complete, and where the run goes on from when there is room."""
     room = blocks(lora_run / "checkpoint-2") * 3 // 2 + 10 * 4096  # besides: run.json, dataset.jsonl, metrics.jsonl
     folder = disk(f"size={room}") / "out"
-    assert_checkpoint_failed(start(folder, *LORA, *SAVES), 4, "o space left")
+    assert_checkpoint_failed(start(folder, *LORA, *SAVES), 4, "disk is full")
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
     disk("size=16m")
     train(folder, *LORA, *SAVES, *LATEST)
@@ -451,7 +462,7 @@ def test_file_of_the_result_cannot_grow(start, whole, lora_run, tmp_path):
 
 
 def test_file_of_the_full_result_cannot_grow(start, whole, tmp_path):
-    size = len(result_files(whole(*FULL))["transformer/diffusion_pytorch_model.safetensors"])
+    size = len(result_files(whole(*FULL))[f"transformer/{WEIGHTS_FILE}"])
     process = start(tmp_path / "full", *FULL, file_size=size * 3 // 4)
     assert process.wait() == 1 and "arge" in process.error, process.said
     assert not (tmp_path / "full" / "transformer").exists()
@@ -475,7 +486,7 @@ def test_disk_that_becomes_read_only(start, lora_run, disk):
 # ---------------------------------------------------------------- asked to stop
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal(number, start, train, lora_run, tmp_path, capsys):
     """The step at work is finished and saved, and the run goes on from there."""
     folder = tmp_path / "out"
@@ -518,7 +529,7 @@ def port():
         return server.getsockname()[1]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_signal_to_one_of_two_processes(rank, port, start, tmp_path):
     """Both stop after the same step, and leave a checkpoint with the random states of both."""
     folder = tmp_path / "out"

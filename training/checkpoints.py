@@ -255,8 +255,8 @@ def _all_or_none(accelerator, name, beside, write):
     # torch and safetensors have errors of their own for a disk that is full.
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         problem = str(error)
-        if "inline_container" in problem:
-            problem = f"a file was cut off, as where the disk is full ({problem})"  # torch does not say why
+        if "inline_container" in problem or "iostream" in problem:  # torch does not say why
+            problem = f"a file was cut off, as where the disk is full ({problem})"
     problems = list(filter(None, gather_from_all(accelerator, problem)))
     if problems:
         if accelerator.is_main_process:

@@ -1,0 +1,93 @@
+"""The averaged weights against their recurrence, over the weights that a run without an average has after each step."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train_qwen_image
+from memory.log import MemoryLog
+from training.arguments import parse_args
+from training.export import LORA_FILE
+
+
+NUM_STEPS = 5
+DECAY = 0.2  # the warm-up ends with the third update
+FLAGS = [
+    "--height",
+    "64",
+    "--width",
+    "64",
+    "--mixed_precision",
+    "no",
+    "--learning_rate",
+    "1e-2",
+    "--lora_dtype",
+    "fp32",
+]
+FLAGS += ["--lora_rank", "4", "--lora_alpha", "4", "--lora_dropout", "0.2", "--max_train_steps", str(NUM_STEPS)]
+EMA = ["--ema", "--ema_decay", str(DECAY)]
+
+
+@pytest.fixture(scope="module")
+def train(tiny_qwen_image, photos, tmp_path_factory):
+    """Train in this process and return the output folder."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def run(*flags):
+        output_dir = tmp_path_factory.mktemp("run") / "out"
+        required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos]
+        argv = [*required, "--output_dir", output_dir, "--cache_dir", cache, *FLAGS, *flags]
+        with MemoryLog() as log:
+            train_qwen_image.main(parse_args([*map(str, argv)], description="", values=train_qwen_image.FAMILY), log)
+        return output_dir
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def without(train):
+    return train("--checkpointing_steps", "1", "--checkpoints_total_limit", str(NUM_STEPS))
+
+
+@pytest.fixture(scope="module")
+def averaged(train):
+    return train(*EMA, "--checkpointing_steps", "3")
+
+
+def weights_after(folder, step):
+    """The trained weights in a checkpoint, by the names that they have in the exported file."""
+    tensors = load_file(folder / f"checkpoint-{step}" / "trainable.safetensors")
+    return {name.replace(".default.", "."): tensor.double() for name, tensor in tensors.items()}
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines]
+
+
+def test_exported_weights_follow_the_recurrence(without, averaged):
+    average = weights_after(without, 1)
+    for n in range(1, NUM_STEPS):
+        decay = min(DECAY, (1 + n) / (10 + n))
+        weights = weights_after(without, n + 1)
+        average = {name: decay * tensor + (1 - decay) * weights[name] for name, tensor in average.items()}
+    exported = load_file(averaged / LORA_FILE)
+    assert exported.keys() == average.keys()
+    for name, tensor in average.items():
+        torch.testing.assert_close(exported[name].double(), tensor, rtol=1e-6, atol=1e-8)
+    last = load_file(without / LORA_FILE)
+    assert all(torch.equal(last[name].double(), weights[name]) for name in weights), "the last ones, without"
+    moved = [name for name in average if (average[name] - weights[name]).abs().max() > 1e-4]
+    assert moved, "the average is something else"
+
+
+def test_training_is_what_it_is_without(without, averaged):
+    assert losses(averaged) == losses(without)
+    checkpoints = [load_file(folder / "checkpoint-3" / "trainable.safetensors") for folder in (averaged, without)]
+    assert all(torch.equal(tensor, checkpoints[1][name]) for name, tensor in checkpoints[0].items())
+
+
+def test_average_on_the_host_has_the_same_bytes(averaged, train):
+    assert (train(*EMA, "--offload_ema") / LORA_FILE).read_bytes() == (averaged / LORA_FILE).read_bytes()
