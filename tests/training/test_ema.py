@@ -1,4 +1,4 @@
-"""The averaged weights against their recurrence, over the weights that a run without an average has after each step."""
+"""The averaged weights against their recurrence, over the weights that a run without has after each step."""
 
 import json
 
