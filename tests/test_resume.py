@@ -107,7 +107,7 @@ def launch(tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
     command = [sys.executable, REPO / "tests" / "forked_training.py"]
     with subprocess.Popen(command, cwd=REPO, env={**os.environ, **settings}, **pipes) as server:
-        lock, numbers = threading.Lock(), itertools.count()
+        lock, numbers, started = threading.Lock(), itertools.count(), []
 
         def ask(request):
             with lock:
@@ -120,9 +120,12 @@ def launch(tmp_path_factory):
             log.touch()
             request = {"script": script, "arguments": [str(argument) for argument in arguments], "output": str(log)}
             pid = ask(request | {"environment": environment or {}, "file_size": file_size})
-            return Training(ask, pid, log)
+            started.append(Training(ask, pid, log))
+            return started[-1]
 
         yield run
+        for process in started:
+            process.signal(signal.SIGKILL)  # those of a test that failed
         server.stdin.close()
 
 
