@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import pathlib
 import re
 import shutil
@@ -13,6 +12,7 @@ import torch
 
 from training.arguments import CONFIG_ONLY
 from training.errors import FailedError, RefusedError
+from training.files import delete_folder, rename_folder
 from training.launch import gather_from_all
 
 
@@ -227,23 +227,17 @@ def save_checkpoint(accelerator, args, step, batches):
     def complete():
         if accelerator.is_main_process:
             files = sorted(path for path in beside.rglob("*") if path.is_file())
-            for file in files:
-                _to_disk(file)
             state = {"step": step, "arguments": vars(args)} | batches.identity
             state["files"] = {str(file.relative_to(beside)): file.stat().st_size for file in files}
             (beside / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-            _to_disk(beside / _STATE_FILE)
-            _to_disk(beside)
-            _delete(final)
-            beside.rename(final)
-            _to_disk(output_dir)  # or the older ones might be gone and this one not there
+            rename_folder(beside, final)
 
     _all_or_none(accelerator, final.name, beside, complete)
     if accelerator.is_main_process and args.checkpoints_total_limit is not None:
         # Higher numbers are of a run that was given up for an earlier checkpoint of it.
         own = [path for number, path in list_checkpoints(output_dir).items() if number <= step]
         for old in own[: -args.checkpoints_total_limit]:
-            _delete(old)
+            delete_folder(old)
     accelerator.wait_for_everyone()
 
 
@@ -267,28 +261,11 @@ def _all_or_none(accelerator, name, beside, write):
         )
 
 
-def _to_disk(path):
-    """Make sure that a file, or the names in a folder, survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _delete_unfinished(accelerator, output_dir):
     """Delete what a run that was killed has left of checkpoints that it was writing or deleting."""
     if accelerator.is_main_process:
         for left in (*output_dir.glob("checkpoint-*.tmp"), *output_dir.glob("checkpoint-*.old")):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _delete(path):
-    """Delete a checkpoint so that it is never there in part under its name."""
-    if path.exists():
-        old = path.with_name(path.name + ".old")
-        path.rename(old)
-        shutil.rmtree(old)
 
 
 def load_checkpoint(accelerator, path, lr_scheduler):

@@ -5,8 +5,6 @@ import errno
 import os
 import sys
 
-from safetensors import SafetensorError
-
 
 class RefusedError(ValueError):
     """Bad input, found before training: one sentence that names the file, row or flag, what is wrong and what is
@@ -46,11 +44,6 @@ def exit_codes(*failures):
             raise
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror}; what was complete before still is", file=sys.stderr)
-        sys.exit(1)
-    except SafetensorError as error:
-        if "I/O error" not in str(error):
-            raise
-        print(f"error: {error}; what was complete before still is", file=sys.stderr)
         sys.exit(1)
     except (RefusedError, FailedError, *failures) as error:
         rank, text = "", str(error)

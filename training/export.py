@@ -4,7 +4,6 @@ import functools
 import json
 import logging
 import math
-import os
 import pathlib
 import shutil
 
@@ -14,10 +13,10 @@ from accelerate.utils import send_to_device
 
 from training.data.batches import collate
 from training.errors import FailedError
+from training.files import rename_folder, whole_file, write_text
 from training.flow_matching import add_noise
 from training.model_card import portable_name, write_model_card
 from training.module import ADAPTER_NAME, lora_layers
-from training.reporting import write_atomically
 
 
 logger = logging.getLogger(__name__)
@@ -171,15 +170,10 @@ def save_safetensors(tensors, path, metadata):
     header = {"__metadata__": header.pop("__metadata__")} | header
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)  # the tensors start at a multiple of 8
-    path = pathlib.Path(path)
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
+    with whole_file(path) as beside, beside.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         file.write(memoryview(content)[8 + length :])
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
 
 
 def save_lora(transformer, output_dir, *, dtype, export_name, prefix, info):
@@ -297,11 +291,13 @@ def save_transformer(transformer, path):
     final = pathlib.Path(path)
     beside = final.with_name(final.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
-    transformer.save_pretrained(beside)
+    try:
+        transformer.save_pretrained(beside)
+    except safetensors.SafetensorError as error:  # also where the disk is full
+        raise FailedError(f"{final} cannot be written: {error}. What was complete before still is.") from error
     # diffusers writes where the base came from; a path of this machine does not belong into a result.
     config = json.loads((beside / "config.json").read_text(encoding="utf-8"))
     config.pop("_name_or_path", None)
-    write_atomically(beside / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-    shutil.rmtree(final, ignore_errors=True)
-    beside.rename(final)
+    write_text(beside / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    rename_folder(beside, final)
     return final

@@ -90,7 +90,7 @@ def train(
     liveness = GradientLiveness(trainable_parameters(module))
     log.watch(module, optimizer, step=steps_before + steps.start, average=average.tensors)
     step, losses, sample_losses, num_skipped = steps.start - 1, [], [], 0
-    with StopRequest(accelerator) as stop:
+    with StopRequest(accelerator) as stop, metrics:
         for batch in metrics.waiting_for(loader):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             with accelerator.accumulate(model):

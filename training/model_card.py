@@ -6,7 +6,8 @@ import re
 
 import yaml
 
-from training.reporting import read_metrics, write_atomically
+from training.files import write_text
+from training.reporting import read_metrics
 
 
 MODEL_CARD = """---
@@ -69,7 +70,7 @@ def write_model_card(args, *, base_model, pipeline_tag, num_items, usage):
         previews=_preview_table(previews),
         settings="\n".join(f"| {name} | {_escaped(text)} |" for name, text in settings.items() if text),
     )
-    write_atomically(output_dir / "README.md", text)
+    write_text(output_dir / "README.md", text)
 
 
 def shown_previews(args):

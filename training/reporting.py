@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from memory import offload
 from training.data.report import describe_data
 from training.errors import FailedError
+from training.files import whole_file, write_json_lines, write_text
 from training.forecast import check_fits, compare_forecast, describe_disk, describe_forecast
 from training.launch import gather_from_all
 from training.trackers import draw_metrics
@@ -44,19 +45,6 @@ _TRACKED = ("loss", "lr", "grad_norm", "epoch", "seconds", "device_peak_bytes", 
 
 # What run.json says of parking in the last step, beside how many bytes it was.
 _PARKING = ("bytes_to_host", "bytes_to_device", "blocks_refused", "waits", "unsatisfied_waits")
-
-
-def write_atomically(path, text):
-    """Write a text file so that it is on disk whole or as it was before."""
-    path = pathlib.Path(path)
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
-
-
-def write_json_lines(path, records):
-    """Write one JSON object per line."""
-    write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 class RunRecord:
@@ -132,10 +120,10 @@ class RunRecord:
         }
         self.content |= {"measured": measured, "memory_points": self.log.points}
         self._write()
-        self.log.plot(self.output_dir / "memory.png", forecast_bytes=self.log.forecast_bytes)
-        draw_metrics(
-            self.output_dir / "metrics.png", steps, read_validation_losses(self.output_dir, steps[-1]["step"])
-        )
+        with whole_file(self.output_dir / "memory.png") as picture:
+            self.log.plot(picture, forecast_bytes=self.log.forecast_bytes)
+        with whole_file(self.output_dir / "metrics.png") as picture:
+            draw_metrics(picture, steps, read_validation_losses(self.output_dir, steps[-1]["step"]))
         print("\n".join(compare_forecast(self.content["forecast"], measured)))
         if measured["parked_bytes"] or (self.log.parking and self.log.parking["blocks_refused"]):
             print(
@@ -145,7 +133,7 @@ class RunRecord:
 
     def _write(self):
         text = json.dumps(self.content, indent=2, ensure_ascii=False)
-        write_atomically(self.output_dir / "run.json", text + "\n")
+        write_text(self.output_dir / "run.json", text + "\n")
 
 
 def read_metrics(path):
@@ -209,6 +197,13 @@ class Metrics:
         desc, shown = f"training {expert or ''}".rstrip(), accelerator.is_main_process
         self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc=desc, disable=not shown)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        # Or the reason for an early end would stand in one line with it.
+        self.bar.close()
+
     def waiting_for(self, batches):
         """Yield from an iterable, and take the time of waiting for it, but for the first, which could not be ahead."""
         start = None
@@ -266,6 +261,8 @@ class Metrics:
             lines = [self._line(*entry) for entry in zip(records, losses, norms, strict=True)]
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+                file.flush()
+                os.fsync(file.fileno())  # a checkpoint may follow, which counts on them
             if self.trackers is not None:
                 for line in lines:
                     self.trackers.log({f"train/{name}": line[name] for name in _TRACKED}, line["step"])

@@ -25,9 +25,9 @@ from training.data.cache import read_entry
 from training.data.encoding import encoded_entries, read_sample
 from training.data.images import cover_and_crop, open_image
 from training.errors import RefusedError
+from training.files import whole_file, write_text
 from training.flow_matching import Draw
 from training.launch import gather_from_all
-from training.reporting import write_atomically
 
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class Validation:
         bands = [math.fsum(column) / len(losses) for column in zip(*losses, strict=True)]
         by_sigma = {f"{sigma:.4g}": loss for sigma, loss in zip(self.sigmas, bands, strict=True)}
         record = {"step": step, "loss": math.fsum(bands) / len(bands), "by_sigma": by_sigma, "num_items": len(losses)}
-        write_atomically(folder / "loss.json", json.dumps(record, indent=2) + "\n")
+        write_text(folder / "loss.json", json.dumps(record, indent=2) + "\n")
         listed = ", ".join(f"{loss:.4f} at sigma {sigma}" for sigma, loss in by_sigma.items())
         logger.info("step %d: the loss of %d held-out items is %.4f (%s)", step, len(losses), record["loss"], listed)
         if trackers is not None:
@@ -243,13 +243,16 @@ class Validation:
             path = folder / f"prompt-{number:02}"
             if self.fps is None:
                 path = path.with_suffix(".png")
-                frames[0].save(path)
+                with whole_file(path) as beside:
+                    frames[0].save(beside)
             else:
                 path = path.with_suffix(".mp4")
-                write_clip(path, frames, self.fps)
+                with whole_file(path) as beside:
+                    write_clip(beside, frames, self.fps)
                 videos[f"validation/{path.stem}"] = path
         grid = _grid(previews)
-        grid.save(folder / "grid.png")
+        with whole_file(folder / "grid.png") as beside:
+            grid.save(beside)
         pictures["validation/grid"] = grid
         logger.info("step %d: %d previews are in %s", step, len(previews), folder)
         if trackers is not None:

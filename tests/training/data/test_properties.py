@@ -27,7 +27,7 @@ from training.data.buckets import Sizing
 from training.data.images import inspect_rows
 from training.data.metadata import read_rows
 from training.errors import exit_codes
-from training.reporting import write_json_lines
+from training.files import write_json_lines
 
 
 FOLDER = "my data"
