@@ -1,4 +1,5 @@
 import functools
+import importlib
 import os
 import pathlib
 import socket
@@ -118,3 +119,27 @@ def photos(tmp_path_factory):
         Image.fromarray(getattr(data, name)()).resize((96, 80)).save(folder / f"{name}.png")
         (folder / f"{name}.txt").write_text(caption)
     return folder
+
+
+@pytest.fixture(scope="session")
+def train(tiny_model, photos, clips, tmp_path_factory):
+    """Function that makes one run in this process, on photographs or clips, and returns its output folder."""
+    cache = tmp_path_factory.mktemp("cache")  # of all runs: what is encoded is not what these tests are about
+
+    def run(family, *flags, output_dir=None, dataset=None, model=None, only=()):
+        from memory.log import MemoryLog
+        from training.arguments import parse_args
+
+        is_image = family == "qwen_image"
+        script = importlib.import_module("train_qwen_image" if is_image else "train_wan_video")
+        output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"
+        argv = ["--output_dir", output_dir, *(only or ("--cache_dir", cache, *flags))]
+        if not only:
+            argv += ["--pretrained_model_name_or_path", model or tiny_model(family)]
+            argv += ["--dataset_path", dataset or (photos if is_image else clips)]
+        with MemoryLog() as log:
+            args = parse_args([*map(str, argv)], description="", values=script.FAMILY, resolve=is_image)
+            script.main(args, log)
+        return output_dir
+
+    return run

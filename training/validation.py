@@ -105,7 +105,10 @@ def read_preview_images(args, height, width):
     for path in getattr(args, "validation_image", None) or ():
         if not pathlib.Path(path).is_file():
             raise RefusedError(f"--validation_image: there is no file {path}.")
-        images.append(cover_and_crop(open_image(path), height, width))
+        try:
+            images.append(cover_and_crop(open_image(path), height, width))
+        except RefusedError as error:
+            raise RefusedError(f"--validation_image: {error}") from None
     return images
 
 

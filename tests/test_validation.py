@@ -1,0 +1,479 @@
+"""Previews and the loss of what is held out, on tiny models: what they show, and that training does not feel them."""
+
+import json
+import shutil
+
+import av
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage, DiffusionPipeline, QwenImagePipeline, WanImageToVideoPipeline
+from PIL import Image, ImageChops
+
+import train_qwen_image
+import train_wan_video
+from memory import offload
+from pipelines.wan_video import NEGATIVE_PROMPT
+from training import validation
+from training.arguments import parse_args
+from training.errors import RefusedError, exit_codes
+from training.export import LORA_FILE
+from training.flow_matching import Draw
+
+
+# Of every run here. The rate is high, so that three steps can be seen.
+COMMON = ["--mixed_precision", "no", "--lora_rank", "2", "--lora_dtype", "fp32", "--learning_rate", "2e-2"]
+SIZES = {
+    "qwen_image": ["--height", "64", "--width", "80"],
+    "wan": ["--height", "64", "--width", "96", "--num_frames", "5", "--fps", "8"],
+}
+STEPS = ["--max_train_steps", "3"]
+PROMPT = ["--validation_prompt", "a cat", "--num_inference_steps", "2"]
+SCRIPTS = {"qwen_image": train_qwen_image, "wan": train_wan_video}
+
+
+def kind_of(family):
+    return "qwen_image" if family == "qwen_image" else "wan"
+
+
+def flags_of(family):
+    return [*COMMON, *SIZES[kind_of(family)]]
+
+
+def metrics(folder):
+    measured = ("seconds", "device_peak_bytes", "host_rss_bytes")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+
+
+def results(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob(LORA_FILE)}
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+
+
+def held_out_of(folder):
+    return {record["id"] for record in records(folder) if record["decision"] == "dropped"}
+
+
+def loss_of(folder, step):
+    return json.loads((folder / "validation" / f"step-{step}" / "loss.json").read_text())
+
+
+def files_in(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """The frames of each preview as the stock pipeline gave them. To sample draws random numbers, as it may."""
+    frames = []
+    for script in SCRIPTS.values():
+
+        def spy(*args, sample=script.pipeline.sample, **kwargs):
+            torch.rand(5)
+            frames.append(sample(*args, **kwargs))
+            return frames[-1]
+
+        monkeypatch.setattr(script.pipeline, "sample", spy)
+    return frames
+
+
+def same_pixels(frames, others):
+    pairs = list(zip(frames, others, strict=True))
+    return all(one.size == other.size and not ImageChops.difference(one, other).getbbox() for one, other in pairs)
+
+
+# ---------------------------------------------------------------- training does not feel it
+
+
+@pytest.mark.parametrize("ema", [[], ["--ema", "--ema_decay", "0.6"]], ids=["plain", "averaged"])
+@pytest.mark.parametrize("family", ["qwen_image", "wan_t2v"])
+def test_training_is_the_same_with_and_without(family, ema, train, sampled, monkeypatch):
+    """Dropout and dropped captions draw random numbers, and inputs are really parked."""
+    monkeypatch.setattr(offload, "MIN_PARKED_BYTES", 512)
+    flags = [*flags_of(family), "--max_train_steps", "4", "--lora_dropout", "0.3", "--caption_dropout", "0.3"]
+    flags += ["--use_gradient_checkpointing_offload", "--validation_split", "0.3", "--logging_steps", "3", *ema]
+    without = train(family, *flags)
+    assert not sampled and files_in(without / "validation") == ["step-4/loss.json"]
+    looked_at = train(family, *flags, *PROMPT, "--validation_steps", "2")
+    assert len(sampled) == 2 and len(list((looked_at / "validation").glob("step-*/loss.json"))) == 2
+    assert results(looked_at) == results(without) and results(without)
+    assert metrics(looked_at) == metrics(without) and metrics(without)[-1]["offloaded_bytes"] > 0
+    assert loss_of(looked_at, 4) == loss_of(without, 4)
+
+
+# ---------------------------------------------------------------- previews
+
+
+def stock_pipeline(family, model):
+    if family in ("wan_i2v", "wan_flf2v"):
+        return WanImageToVideoPipeline.from_pretrained(model, dtype=torch.float32)
+    return DiffusionPipeline.from_pretrained(model, dtype=torch.float32)
+
+
+def stock_frames(family, model, folders, *, guidance_scale, images=()):
+    """What the stock pipeline samples with the LoRAs in `folders`; prompts are encoded in bf16, as in training."""
+    pipeline = stock_pipeline(family, model)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.text_encoder.to(torch.bfloat16)
+    for folder in folders:
+        options = {"load_into_transformer_2": True} if folder.name == "low_noise" else {}
+        pipeline.load_lora_weights(folder, adapter_name=folder.name, **options)
+    settings = {"height": 64, "num_inference_steps": 2, "generator": torch.Generator().manual_seed(42)}
+    if family == "qwen_image":
+        for name, text in (("prompt_embeds", "a cat"), ("negative_prompt_embeds", " ")):
+            embeds = pipeline.encode_prompt(text)[0].float()
+            settings |= {name: embeds, f"{name}_mask": torch.ones(embeds.shape[:2], dtype=torch.bool)}
+        return pipeline(width=80, true_cfg_scale=guidance_scale, **settings).images
+    for name, text in (("prompt_embeds", "a cat"), ("negative_prompt_embeds", NEGATIVE_PROMPT)):
+        settings[name], _ = pipeline.encode_prompt(text, do_classifier_free_guidance=False, max_sequence_length=512)
+    settings |= dict(zip(("image", "last_image"), images, strict=False)) | {"output_type": "pil"}
+    if isinstance(guidance_scale, tuple):
+        guidance_scale, settings["guidance_scale_2"] = guidance_scale
+    return pipeline(width=96, num_frames=5, guidance_scale=guidance_scale, **settings).frames[0]
+
+
+@pytest.fixture(scope="module")
+def given_images(tmp_path_factory):
+    """Two pictures of the size of the clips."""
+    paths = [tmp_path_factory.mktemp("images") / f"{name}.png" for name in ("first", "last")]
+    for path, color in zip(paths, ("orange", "teal"), strict=True):
+        Image.new("RGB", (96, 64), color).save(path)
+    return paths
+
+
+@pytest.mark.parametrize(
+    "family, flags, num_images, guidance_scale",
+    [
+        ("qwen_image", [], 0, 4.0),
+        ("qwen_image", ["--ema", "--ema_decay", "0.5"], 0, 4.0),
+        ("wan_t2v", [], 0, 5.0),
+        ("wan_flf2v", [], 2, 5.0),
+        ("wan_t2v_a14b", ["--expert", "both"], 0, (4.0, 3.0)),
+    ],
+)
+def test_last_preview_is_what_the_stock_pipeline_samples(
+    family, flags, num_images, guidance_scale, train, tiny_model, sampled, given_images
+):
+    """Pixel for pixel, with the exported file: of the averaged weights with --ema, and not in training mode."""
+    images = given_images[:num_images]
+    flags = [*flags_of(family), *STEPS, *PROMPT, *flags, "--lora_dropout", "0.9"]
+    folder = train(family, *flags, *(word for path in images for word in ("--validation_image", path)))
+    settings = {"guidance_scale": guidance_scale, "images": [Image.open(path).convert("RGB") for path in images]}
+    places = sorted(path.parent for path in folder.rglob(LORA_FILE))
+    assert same_pixels(sampled[-1], stock_frames(family, tiny_model(family), places, **settings))
+    assert not same_pixels(sampled[-1], stock_frames(family, tiny_model(family), [], **settings))
+    if "--expert" in flags:
+        # Before the second is trained, the first one samples beside the stock weights.
+        alone = stock_frames(family, tiny_model(family), places[:1], **settings)
+        assert same_pixels(sampled[0], alone) and not same_pixels(sampled[-1], alone)
+        assert sorted(path.name for path in (folder / "validation").iterdir()) == ["step-3", "step-6"]
+
+
+def test_averaged_weights_are_previewed(train, sampled):
+    flags = [*flags_of("qwen_image"), *STEPS, *PROMPT, "--lora_dropout", "0.5"]
+    train("qwen_image", *flags)
+    train("qwen_image", *flags, "--ema")
+    assert not same_pixels(*sampled)
+
+
+def test_settings_of_previews(train, sampled):
+    """Each flag changes the picture; without guidance the negative prompt says nothing."""
+    flags = [*flags_of("qwen_image"), "--max_train_steps", "1", *PROMPT]
+    settings = [
+        [],
+        ["--num_inference_steps", "3"],
+        ["--guidance_scale", "2"],
+        ["--negative_prompt", "a dog"],
+        ["--negative_prompt", ""],
+        ["--guidance_scale", "1"],
+        ["--validation_seed", "1"],
+        ["--validation_prompt", "a dog"],
+    ]
+    flags = [*flags, *["--guidance_scale", "8"]]
+    for changed in settings:
+        train("qwen_image", *flags, *changed)
+    pictures = {frames[0].tobytes() for frames in sampled}
+    assert len(sampled) == len(settings) + 1, "the prompt is a second one"
+    assert len(pictures) == len(settings), "the first prompt is as before"
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "wan_t2v"])
+def test_files_of_previews(family, train, sampled):
+    """At every second step and at the last one, whatever the steps at which metrics are written; a clip plays."""
+    flags = [*flags_of(family), "--max_train_steps", "5", *PROMPT, "--validation_prompt", "a dog"]
+    folder = train(family, *flags, "--validation_prompt", "a cat", "--validation_steps", "2") / "validation"
+    suffix = "png" if family == "qwen_image" else "mp4"
+    names = ["grid.png", *(f"prompt-0{n}.{suffix}" for n in range(3))]
+    assert files_in(folder) == [f"step-{step}/{name}" for step in (2, 4, 5) for name in names]
+    assert len(sampled) == 9
+    first, dog, again = sampled[-3:]
+    assert same_pixels(first, again) and not same_pixels(first, dog)
+    grid = Image.open(folder / "step-5" / "grid.png")
+    if family == "qwen_image":
+        for number, frames in enumerate(sampled[-3:]):
+            assert same_pixels(frames, [Image.open(folder / "step-5" / f"prompt-0{number}.png")])
+        assert grid.size == (2 * 80, 2 * 64)
+        assert same_pixels([grid.crop((80, 0, 160, 64))], dog)
+        return
+    assert grid.size == (3 * 96, 3 * 64), "first, middle and last frame of each"
+    assert same_pixels([grid.crop((96 * k, 64, 96 * (k + 1), 128)) for k in range(3)], dog[::2])
+    with av.open(str(folder / "step-5" / "prompt-01.mp4")) as container:
+        assert container.streams.video[0].average_rate == 8
+        decoded = [frame.to_image() for frame in container.decode(video=0)]
+    assert len(decoded) == len(dog) == 5 and {frame.size for frame in decoded} == {(96, 64)}
+    error = np.abs(np.stack(decoded).astype(float) - np.stack(dog)).mean()
+    assert error < 16, "noise loses its colour to H.264; a frame of another place would be far off"
+    assert error < np.abs(np.stack(decoded).astype(float) - np.stack(first)).mean()
+
+
+# ---------------------------------------------------------------- what is held out
+
+
+def held_out(train, *flags, **where):
+    """Only look: what of a dataset is held out."""
+    folder = train("qwen_image", *COMMON, *SIZES["qwen_image"], "--dry_run", *flags, **where)
+    for record in records(folder):
+        if record["decision"] == "dropped":
+            assert record["reason"] == "held out for validation (--validation_split)"
+    return held_out_of(folder)
+
+
+def test_what_is_held_out_is_not_trained(train, photos):
+    flags = [*flags_of("qwen_image"), "--num_train_epochs", "2", "--validation_split", "0.4"]
+    folder = train("qwen_image", *flags)
+    dropped = held_out_of(folder)
+    trained = [name for line in metrics(folder) for name in line["samples"]]
+    assert len(dropped) == loss_of(folder, 6)["num_items"] == 2
+    assert set(trained) | dropped == {path.name for path in photos.glob("*.png")}
+    assert not set(trained) & dropped and len(trained) == 2 * 3, "an epoch is what is trained"
+
+
+def test_what_is_held_out_depends_on_seed_and_files_only(train, photos, tmp_path):
+    split = ["--validation_split", "0.4"]
+    expected = held_out(train, *split)
+    assert len(expected) == 2
+    moved = shutil.copytree(photos, tmp_path / "elsewhere" / "data")
+    assert held_out(train, *split, dataset=moved) == expected
+    assert held_out(train, *split, "--validation_seed", "7") == expected
+    seeds = [held_out(train, *split, "--seed", str(seed), "--validation_seed", "42") for seed in (1, 2, 3)]
+    assert any(other != expected for other in seeds)
+    Image.new("RGB", (96, 80), "green").save(moved / "green.png")
+    (moved / "green.txt").write_text("green")
+    assert len(held_out(train, *split, dataset=moved) & expected) >= 1, "two of six: at most the new one is dealt in"
+    assert len(held_out(train, "--validation_split", "0.01")) == 1
+
+
+def test_nothing_left_to_train_is_refused(train, capsys):
+    with pytest.raises(SystemExit) as stopped, exit_codes():
+        held_out(train, "--validation_split", "0.95")
+    assert stopped.value.code == 2
+    assert "error: --validation_split 0.95 of 5 items leaves nothing to train" in capsys.readouterr().err
+
+
+def test_loss_by_hand(train, tiny_qwen_image, photos):
+    """The stock transformer with the exported LoRA, at four sigmas, with noise that is the same each time."""
+    flags = [*COMMON, "--height", "80", "--width", "96", *STEPS, "--validation_split", "0.4", "--lora_dropout", "0.5"]
+    flags += ["--loss_weighting", "sigma_sqrt", "--sigma_shift", "7", "--caption_dropout", "0.5"]
+    folder = train("qwen_image", *flags, "--validation_seed", "9", "--validation_steps", "1")
+    assert {loss_of(folder, step)["loss"] for step in (1, 2, 3)} != {loss_of(folder, 3)["loss"]}
+    pipeline = QwenImagePipeline.from_pretrained(tiny_qwen_image, vae=None, dtype=torch.float32)
+    pipeline.text_encoder.to(torch.bfloat16)
+    pipeline.load_lora_weights(folder)
+    vae = AutoencoderKLQwenImage.from_pretrained(tiny_qwen_image, subfolder="vae")
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
+    losses = {}
+    for name in held_out_of(folder):
+        pixels = torch.from_numpy(np.array(Image.open(photos / name).convert("RGB"))).permute(2, 0, 1)[None, :, None]
+        caption = (photos / name).with_suffix(".txt").read_text()
+        with torch.no_grad():
+            latents = (vae.encode(pixels.float() / 127.5 - 1).latent_dist.mode() - mean) / std
+            embeds = pipeline.encode_prompt(caption)[0].float()
+        losses[name] = [
+            [stock_loss(pipeline, latents, embeds, noise, sigma) for sigma in (0.125, 0.375, 0.625, 0.875)]
+            for noise in (Draw(9, 0, number).noise(latents.shape) for number in range(2))
+        ]
+    # Which of the two is the first is not said anywhere.
+    one, other = losses.values()
+    candidates = [np.mean([one[0], other[1]], axis=0), np.mean([other[0], one[1]], axis=0)]
+    record = loss_of(folder, 3)
+    measured = list(record["by_sigma"].values())
+    assert list(record["by_sigma"]) == ["0.125", "0.375", "0.625", "0.875"]
+    assert any(measured == pytest.approx(list(by_hand), rel=1e-4) for by_hand in candidates)
+    assert record["loss"] == pytest.approx(np.mean(measured)) and record["step"] == 3
+
+
+@torch.no_grad()
+def stock_loss(pipeline, latents, embeds, noise, sigma):
+    height, width = latents.shape[-2:]
+    noisy = (1 - sigma) * latents + sigma * noise
+    flow = pipeline.transformer(
+        hidden_states=pipeline._pack_latents(noisy, 1, 16, height, width),
+        timestep=torch.tensor([sigma]),
+        encoder_hidden_states=embeds,
+        encoder_hidden_states_mask=torch.ones(embeds.shape[:2], dtype=torch.bool),
+        img_shapes=[[(1, height // 2, width // 2)]],
+        return_dict=False,
+    )[0]
+    target = pipeline._pack_latents(noise - latents, 1, 16, height, width)
+    return float((flow - target).square().mean())
+
+
+def test_validation_seed_changes_the_loss_only(train):
+    flags = [*flags_of("qwen_image"), *STEPS, "--validation_split", "0.4"]
+    first, other = train("qwen_image", *flags), train("qwen_image", *flags, "--validation_seed", "1")
+    assert loss_of(first, 3)["loss"] != loss_of(other, 3)["loss"]
+    assert results(first) == results(other) and metrics(first) == metrics(other)
+
+
+@pytest.mark.parametrize("expert, low, high", [("high_noise", 0.875, 1.0), ("low_noise", 0.0, 0.875)])
+def test_an_expert_is_measured_on_its_own_side(expert, low, high, train):
+    flags = [*flags_of("wan_t2v_a14b"), "--max_train_steps", "1", "--validation_split", "0.4", "--expert", expert]
+    sigmas = [float(sigma) for sigma in loss_of(train("wan_t2v_a14b", *flags), 1)["by_sigma"]]
+    expected = [low + (high - low) * share for share in (0.125, 0.375, 0.625, 0.875)]
+    assert sigmas == pytest.approx(expected, rel=1e-3)
+
+
+# ---------------------------------------------------------------- one part at a time on the device
+
+
+class Parts:
+    """A pipeline of three parts, one of them trained in part; devices are names that tensors are said to be on."""
+
+    def __init__(self, monkeypatch):
+        self.components = {name: torch.nn.Linear(2, 2) for name in ("transformer", "transformer_2", "vae")}
+        self.components["vae"].register_buffer("shift", torch.zeros(2))
+        self.components["scheduler"] = object()
+        self.trained = self.components["transformer"]
+        self.trained.weight.requires_grad_(True)
+        self.trained.bias.requires_grad_(False)
+        self.devices = {tensor: "cpu" for tensor in self.frozen()} | {self.trained.bias: "accelerator"}
+        move = validation._move_frozen
+        # Every move is made, and only the device is not there.
+        to = torch.Tensor.to
+
+        def moved(module, device):
+            seen = []
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "to", lambda tensor, where: seen.append(where) or to(tensor, "cpu"))
+                move(module, device)
+            frozen = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.requires_grad]
+            assert len(seen) == len(frozen)
+            self.devices |= dict(zip(frozen, seen, strict=True))
+
+        monkeypatch.setattr(validation, "_move_frozen", moved)
+
+    def frozen(self):
+        modules = [part for part in self.components.values() if isinstance(part, torch.nn.Module)]
+        tensors = [tensor for part in modules for tensor in (*part.parameters(), *part.buffers())]
+        return [tensor for tensor in tensors if tensor is not self.trained.weight]
+
+    def on_device(self):
+        return {name for name, part in self.components.items() if name != "scheduler" and "accelerator" in self.of(part)}
+
+    def of(self, part):
+        return {self.devices[tensor] for tensor in (*part.parameters(), *part.buffers()) if tensor in self.devices}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_parts_take_turns(fails, monkeypatch):
+    pipeline = Parts(monkeypatch)
+    trained, memory = pipeline.trained, pipeline.trained.weight.data_ptr()
+
+    def use():
+        with validation._taking_turns(pipeline, trained, "accelerator"):
+            for name in ("transformer_2", "vae", "transformer", "transformer", "vae"):
+                pipeline.components[name](torch.ones(1, 2))
+                assert pipeline.on_device() == {name}
+                assert pipeline.components[name]._hf_hook.execution_device == "accelerator"
+            if fails:
+                raise ZeroDivisionError
+
+    if fails:
+        pytest.raises(ZeroDivisionError, use)
+    else:
+        use()
+    assert pipeline.on_device() == {"transformer"} and trained.weight.data_ptr() == memory
+    assert trained.weight.requires_grad and trained.weight not in pipeline.devices
+    assert not pipeline.components["vae"].weight.requires_grad, "or it would not move"
+    assert not any(hasattr(pipeline.components[name], "_hf_hook") for name in ("transformer", "transformer_2", "vae"))
+    trained(torch.ones(1, 2)).sum().backward()
+    assert pipeline.on_device() == {"transformer"}
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def test_two_processes_share_it_out(on_two_processes, tiny_qwen_image, photos, tmp_path, train):
+    flags = [*flags_of("qwen_image"), "--max_train_steps", "2", "--validation_split", "0.4", "--lora_dropout", "0.3"]
+    prompts = [*PROMPT, "--validation_prompt", "a dog", "--validation_prompt", "a house"]
+
+    def run(name, *more):
+        required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos]
+        required += ["--output_dir", tmp_path / name, "--cache_dir", tmp_path / "cache"]
+        on_two_processes("train_qwen_image.py", *required, *flags, *more)
+        return tmp_path / name
+
+    plain, shown = run("plain"), run("shown", *prompts, "--validation_steps", "1")
+    assert results(shown) == results(plain) and metrics(shown) == metrics(plain)
+    names = ["grid.png", "loss.json", *(f"prompt-0{n}.png" for n in range(3))]
+    assert files_in(shown / "validation") == [f"step-{step}/{name}" for step in (1, 2) for name in names]
+    assert len({(shown / "validation" / "step-2" / f"prompt-0{n}.png").read_bytes() for n in range(3)}) == 3
+    assert loss_of(shown, 2) == loss_of(plain, 2)
+    alone = train("qwen_image", *flags, "--train_batch_size", "2")
+    assert held_out_of(shown) == held_out_of(alone) and len(held_out_of(alone)) == 2
+    assert loss_of(shown, 2)["loss"] == pytest.approx(loss_of(alone, 2)["loss"], rel=0.1)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "family, images, said",
+    [
+        ("wan_flf2v", [], "--validation_image is given 0 times; previews of this model take 2"),
+        ("wan_t2v", ["first.png"], "--validation_image is given 1 times; previews of this model take 0"),
+        ("wan_flf2v", ["first.png"] * 3, "--validation_image is given 3 times; previews of this model take 2"),
+        ("wan_flf2v", ["first.png", "notes.txt"], "--validation_image: notes.txt is not a picture"),
+        ("wan_flf2v", ["first.png", "nowhere.png"], "--validation_image: there is no file nowhere.png"),
+    ],
+)
+def test_pictures_that_do_not_fit_the_model(
+    family, images, said, train, tiny_model, given_images, tmp_path, capsys, monkeypatch
+):
+    """The model has no weights: it is refused before they are looked for."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model(family), model, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copy(given_images[0], tmp_path)
+    (tmp_path / "notes.txt").write_text("no picture")
+    monkeypatch.chdir(tmp_path)
+    flags = [*flags_of(family), *STEPS, *PROMPT, *(word for name in images for word in ("--validation_image", name))]
+    with pytest.raises(SystemExit) as stopped, exit_codes():
+        train(family, *flags, model=model, output_dir=tmp_path / "out")
+    errors = capsys.readouterr().err
+    (sentence,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert stopped.value.code == 2 and said in sentence and "Traceback" not in errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--validation_steps", "2"], "--validation_steps has no effect without --validation_prompt or --validation_s"),
+        (["--validation_seed", "2"], "--validation_seed has no effect without --validation_prompt or --validation_s"),
+        (["--validation_image", "a.png"], "--validation_image has no effect without --validation_prompt"),
+        (["--negative_prompt", ""], "--negative_prompt has no effect without --validation_prompt"),
+        (["--guidance_scale", "2"], "--guidance_scale has no effect without --validation_prompt"),
+        (["--validation_split", "0.5", "--num_inference_steps", "2"], "--num_inference_steps has no effect without"),
+        ([*PROMPT, "--negative_prompt", "a", "--guidance_scale", "1"], "--negative_prompt has no effect with a --gui"),
+        (["--validation_split", "1"], "--validation_split is '1'; allowed is a number from 0 to below 1"),
+        ([*PROMPT, "--validation_steps", "0"], "--validation_steps is '0'; allowed is a whole number of at least 1"),
+    ],
+)
+def test_refused_by_the_command_line(flags, said):
+    required = ["--pretrained_model_name_or_path", "m", "--dataset_path", "d", "--output_dir", "o"]
+    with pytest.raises(RefusedError, match=said):
+        parse_args([*required, *flags], description="", values=train_wan_video.FAMILY, resolve=False)
