@@ -126,7 +126,7 @@ def test_deepspeed_config_that_accelerate_makes_of_it(stage, monkeypatch):
 def test_flags_complete_stage_2_and_refuse_stage_3(monkeypatch):
     flags = {"train_batch_size": 2, "gradient_accumulation_steps": 4, "max_grad_norm": 0.5}
     switches = {"use_gradient_checkpointing": True, "use_gradient_checkpointing_offload": False}
-    args = argparse.Namespace(training_mode="lora", offload_buffer_size=None, **flags, **switches)
+    args = argparse.Namespace(training_mode="lora", offload_buffer_size=None, max_skipped_steps=0, **flags, **switches)
     accelerator = argparse.Namespace(num_processes=8, device="cuda")
 
     accelerator.deepspeed_plugin = deepspeed_plugin("deepspeed_zero2", monkeypatch)
@@ -146,6 +146,7 @@ def test_buffer_size_without_effect_under_deepspeed_is_refused(monkeypatch):
         "gradient_accumulation_steps": 1,
         "max_grad_norm": 1.0,
         "offload_buffer_size": 2**30,
+        "max_skipped_steps": 0,
     }
     switches = {"use_gradient_checkpointing": True, "use_gradient_checkpointing_offload": True}
     args = argparse.Namespace(training_mode="lora", **flags, **switches)
@@ -154,6 +155,14 @@ def test_buffer_size_without_effect_under_deepspeed_is_refused(monkeypatch):
     _complete_deepspeed_config(args, accelerator)
     accelerator.deepspeed_plugin.deepspeed_config["activation_checkpointing"] = {"cpu_checkpointing": True}
     with pytest.raises(RefusedError, match="--offload_buffer_size has no effect"):
+        _complete_deepspeed_config(args, accelerator)
+
+
+def test_steps_cannot_be_left_out_under_deepspeed(monkeypatch):
+    """Its engine makes them itself, before anyone can look at the gradient."""
+    args = argparse.Namespace(training_mode="lora", max_skipped_steps=1)
+    accelerator = argparse.Namespace(deepspeed_plugin=deepspeed_plugin("deepspeed_zero2", monkeypatch))
+    with pytest.raises(RefusedError, match="--max_skipped_steps is not supported with DeepSpeed"):
         _complete_deepspeed_config(args, accelerator)
 
 

@@ -115,10 +115,17 @@ def _key_value(text):
     key, separator, value = text.partition("=")
     if not separator or not key.isidentifier():
         raise ValueError
+    return key, _literal(value)
+
+
+def _literal(value):
+    """Return what a text, or a list of texts in a config file, is in Python; true and false as YAML and JSON write."""
+    if isinstance(value, list):
+        return tuple(map(_literal, value))
     try:
-        return key, ast.literal_eval(value)
+        return value == "true" if value in ("true", "false") else ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return key, value
+        return value
 
 
 _ALLOWED = {
@@ -540,7 +547,8 @@ def _read_config(path, kinds):
         if key not in (*kinds, *CONFIG_ONLY) or (key == "config" and value is not None):
             known = [name for name in (*kinds, *CONFIG_ONLY) if name != "config"]
             raise RefusedError(f"{path}: unknown key {key!r}; the nearest is {_nearest(str(key), known)}.")
-        if value is None or (value == [] and kinds.get(key) is _trackers):
+        if value is None or (value == [] and (key in _REPEATABLE or kinds.get(key) is _trackers)):
+            settings[key] = None
             continue
         if is_record and kinds.get(key) in (_num_bytes, _budget) and value.isdecimal():
             settings[key] = int(value)
@@ -565,8 +573,10 @@ def _read_config(path, kinds):
         elif key in _REPEATABLE:
             settings[key] = [_convert_in(path, key, kinds, item) for item in _as_list(value)]
         elif kinds[key] is _key_value:
-            items = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else value
-            settings[key] = [_convert_in(path, key, kinds, item) for item in _as_list(items)]
+            items = [f"{k}=" for k in value] if isinstance(value, dict) else _as_list(value)
+            settings[key] = [_convert_in(path, key, kinds, item) for item in items]
+            if isinstance(value, dict):
+                settings[key] = [(k, _literal(v)) for k, v in value.items()]
         else:
             if kinds[key] in (_names, _counts, _trackers) and isinstance(value, list):
                 value = ",".join(map(str, value))
@@ -707,6 +717,8 @@ def parse_args(argv, *, description, values, resolve=True):
     given = {}
     for path in flags.get("config", []):
         given |= _read_config(path, kinds)
+    # Null in a later file takes back what an earlier one says.
+    given = {name: value for name, value in given.items() if value is not None}
     for name, value in flags.items():
         if isinstance(value, str):
             value = _convert(name, kinds[name], value)

@@ -3,6 +3,10 @@
 import itertools
 import traceback
 
+
+import json
+import re
+
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -19,6 +23,7 @@ from training.launch import start_accelerator
 from training.loop import train
 from training.module import DiffusionTrainingModule
 from training.optimizers import find_optimizer
+from training.reporting import Metrics
 
 
 LAW = SigmaLaw("uniform")
@@ -37,9 +42,11 @@ class Scale(DiffusionTrainingModule):
         return self.transformer["weight"] * noisy_latents
 
 
-def make_dataset():
+def make_dataset(infinite=()):
     generator = torch.Generator().manual_seed(0)
     latents = [torch.randn(2, 4, 4, generator=generator) for _ in range(NUM_ITEMS)]
+    for number in infinite:
+        latents[number][0, 0, 0] = float("inf")
 
     def read(index):
         return {"latents": latents[index], "prompt_embeds": torch.zeros(1, 1)}
@@ -48,7 +55,7 @@ def make_dataset():
     return TrainingDataset(names, [(n,) for n in range(NUM_ITEMS)], read, [LAW] * NUM_ITEMS, seed=42)
 
 
-def run(tmp_path, *flags, module=None, batch_sizes=(None,) * NUM_ITEMS):
+def run(tmp_path, *flags, module=None, batch_sizes=(None,) * NUM_ITEMS, infinite=()):
     """Train and return the module and the order of the samples, by step and micro-batch."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -61,7 +68,7 @@ def run(tmp_path, *flags, module=None, batch_sizes=(None,) * NUM_ITEMS):
         for batch_size in batch_sizes
     ]
     batches, last_step = plan_batches(args, items, 1, resumed={"step": 0}, model={})
-    module, dataset = module or Scale(), make_dataset()
+    module, dataset = module or Scale(), make_dataset(infinite)
     optimizer_class, arguments = find_optimizer(args)
     accelerator = start_accelerator(args)
     steps = range(1, last_step + 1)
@@ -71,11 +78,13 @@ def run(tmp_path, *flags, module=None, batch_sizes=(None,) * NUM_ITEMS):
     return module, [batches.micro_batches(step) for step in steps]
 
 
-def descend(order, max_grad_norm=None):
-    """The same training by hand: the gradient of the mean loss over each global batch."""
+def descend(order, max_grad_norm=None, left_out=()):
+    """The same training by hand: the gradient of the mean loss over each global batch, but for what is `left_out`."""
     weight, dataset = 0.5, make_dataset()
     for step, micro_batches in enumerate(order, 1):
         gradient, items = 0.0, list(itertools.chain(*micro_batches))
+        if set(items) & set(left_out):
+            continue
         for position, index in enumerate(items):
             draw, latents = Draw(42, step, position), dataset.read(index)["latents"].double()
             noise, sigma = draw.noise(latents.shape).double(), draw.sigma(LAW)
@@ -148,3 +157,66 @@ def test_the_host_waits_for_no_number_between_two_flushes(flags, num_waits, tmp_
         run(tmp_path, "--max_train_steps", "6", "--logging_steps", "100", *flags)
     in_the_loop = [stack for stack in waits if ", in train\n" in stack and ", in flush" not in stack]
     assert len(in_the_loop) == num_waits, in_the_loop[0]
+
+
+# ---------------------------------------------------------------- steps that are left out
+
+
+def lines_of(folder):
+    """The lines of metrics.jsonl, which have to be JSON: it knows no NaN."""
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    return [json.loads(line, parse_constant=refuse) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_whose_loss_is_not_finite_is_left_out(accumulation, tmp_path, caplog):
+    """Two epochs, and one bad sample in each: the weights are as if there had been no such step."""
+    flags = ["--max_skipped_steps", "1", "--gradient_accumulation_steps", str(accumulation), "--num_train_epochs", "2"]
+    module, order = run(tmp_path, *flags, "--max_grad_norm", "1.0", infinite=[3])
+    skipped = [step for step, micro_batches in enumerate(order, 1) if [3] in micro_batches]
+    assert len(skipped) == 2
+    assert module.transformer["weight"].item() == pytest.approx(descend(order, 1.0, left_out=[3]), rel=1e-5)
+    for step, line in enumerate(lines_of(tmp_path), 1):
+        assert (line["loss"] is None) == (line["grad_norm"] is None) == (step in skipped)
+    said = [message for message in caplog.messages if "--max_skipped_steps" in message]
+    assert [int(re.search(r"^step (\d+)", message)[1]) for message in said] == skipped
+    assert all("the loss of 3 is not finite; the step was left out" in message for message in said)
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_more_steps_in_a_row_than_allowed_end_the_run(allowed, tmp_path):
+    """All samples are bad: it ends at the first step that is one too many, and says which sample it had."""
+    with pytest.raises(FailedError, match=f"^step {allowed + 1}, .* not finite. Nothing was saved") as error:
+        run(tmp_path, "--max_skipped_steps", str(allowed), "--logging_steps", "1", infinite=range(NUM_ITEMS))
+    lines = lines_of(tmp_path)
+    assert len(lines) == allowed + 1 and all(line["loss"] is None for line in lines)
+    assert f"the loss of {lines[-1]['samples'][0]} is not finite" in str(error.value)
+
+
+def test_only_steps_in_a_row_are_counted(tmp_path):
+    """Five in all, one in each epoch."""
+    flags = ["--max_train_steps", "30", "--seed", "42"]
+    module, order = run(tmp_path, *flags, "--max_skipped_steps", "2", infinite=[0])
+    assert sum([[0]] == micro_batches for micro_batches in order) == 5
+    assert module.transformer["weight"].isfinite()
+
+
+# ---------------------------------------------------------------- when metrics are written
+
+
+def test_logging_steps(tmp_path, monkeypatch):
+    """Metrics are written at every so many steps and at the last one, and none of them is missing."""
+    written = []
+    flush = Metrics.flush
+
+    def spy(metrics):
+        written.extend([metrics.pending[-1][0]["step"]] if metrics.pending else [])
+        flush(metrics)
+
+    monkeypatch.setattr(Metrics, "flush", spy)
+    run(tmp_path, "--max_train_steps", "7", "--logging_steps", "3")
+    assert written == [3, 6, 7]
+    assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, 8))
