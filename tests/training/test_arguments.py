@@ -323,3 +323,151 @@ def test_exit_code_and_first_sentence(script, tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: --lora_rank is '0'; allowed is")
     assert "torch" not in done.stderr and "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- run.json as a config
+
+
+def resolved(folder):
+    return json.loads((folder / "run.json").read_text())["arguments"]
+
+
+def result(folder, name="pytorch_lora_weights.safetensors"):
+    return (folder / name).read_bytes()
+
+
+MANY = ["--mixed_precision", "no", "--lora_rank", "3", "--lora_alpha", "5", "--lora_dropout", "0.25", "--seed", "7"]
+MANY += ["--lora_target_modules", "to_q,to_out.0", "--lora_dtype", "fp32", "--max_pixels", "5000", "--max_train_steps"]
+MANY += ["2", "--caption_dropout", "0.5", "--gradient_accumulation_steps", "2", "--learning_rate", "3e-3"]
+MANY += ["--lr_scheduler", "cosine", "--lr_warmup_steps", "1", "--optimizer_args", "betas=(0.8, 0.9)", "amsgrad=True"]
+MANY += ["--weight_decay", "0", "--max_grad_norm", "0.5", "--timestep_sampling", "uniform", "--sigma_shift", "2"]
+MANY += ["--min_sigma", "0.1", "--max_sigma", "0.9", "--loss_weighting", "cosmap", "--ema", "--ema_decay", "0.5"]
+MANY += ["--offload_ema", "--validation_prompt", "no", "--validation_prompt", 'a "cat": #1\nand\ta dog \\ 猫 \U0001f431']
+MANY += ["--negative_prompt", "", "--num_inference_steps", "2", "--validation_seed", "0", "--validation_split", "0.3"]
+MANY += ["--max_skipped_steps", "1", "--deterministic", "--dataset_repeat", "2", "--dataloader_num_workers", "0"]
+PARKING = ["--use_gradient_checkpointing_offload", "--offload_buffer_size", "1GiB", "--checkpoint_blocks", "1"]
+
+
+@pytest.fixture
+def restored():
+    """What --deterministic sets holds for the process."""
+    yield
+    import torch
+
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("memory", [PARKING, ["--memory_budget", "1GiB"]])
+def test_a_run_again_from_its_run_json(memory, train, tmp_path, restored):
+    """The record holds all that was said: numbers, lists, sizes, empty texts, texts that look like something else."""
+    first = train("qwen_image", *MANY, *memory)
+    again = train("qwen_image", only=["--config", first / "run.json"], output_dir=tmp_path / "again")
+    assert result(again) == result(first)
+    changed = {name for name, value in resolved(again).items() if value != resolved(first)[name]}
+    assert changed == {"output_dir", "config"} and resolved(again).keys() == resolved(first).keys()
+    assert resolved(again)["negative_prompt"] == "" and resolved(again)["validation_prompt"][0] == "no"
+    assert resolved(again)["optimizer_args"] == {"betas": [0.8, 0.9], "amsgrad": True}
+
+
+@pytest.mark.parametrize(
+    "family, flags, name",
+    [
+        ("qwen_image", ["--training_mode", "full"], "transformer/diffusion_pytorch_model.safetensors"),
+        ("wan_t2v_a14b", ["--expert", "both", "--num_frames", "5", "--fps", "8"], "low_noise/{}"),
+    ],
+)
+def test_other_runs_again_from_their_run_json(family, flags, name, train, tmp_path):
+    flags = [*flags, "--height", "64", "--width", "64", "--max_train_steps", "1", "--learning_rate", "1e-2"]
+    first = train(family, *flags)
+    again = train(family, only=["--config", first / "run.json"], output_dir=tmp_path / "again")
+    name = name.format("pytorch_lora_weights.safetensors")
+    assert result(again, name) == result(first, name)
+    assert {key for key, value in resolved(again).items() if value != resolved(first)[key]} == {"output_dir", "config"}
+
+
+def test_a_resumed_run_again_from_its_run_json(train, tmp_path):
+    """From its first step: the checkpoint is not part of what was asked for."""
+    flags = ["--height", "64", "--width", "64", "--lora_rank", "2", "--lora_dropout", "0.5", "--max_train_steps", "2"]
+    flags += ["--checkpointing_steps", "1", "--learning_rate", "1e-2"]
+    folder = train("qwen_image", *flags)
+    expected = result(folder)
+    checkpoint = folder / "checkpoint-1"
+    train("qwen_image", *flags, "--resume_from_checkpoint", checkpoint, output_dir=folder)
+    assert resolved(folder)["resume_from_checkpoint"] == str(checkpoint)
+    again = train("qwen_image", only=["--config", folder / "run.json"], output_dir=tmp_path / "again")
+    assert result(again) == result(folder) == expected
+    assert resolved(again)["resume_from_checkpoint"] is None
+    assert len((again / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_record_is_told_by_what_it_holds(config):
+    """Sizes in bytes have no unit there, only there; what a record says of its own config files does not count."""
+    record = {"arguments": {"lora_rank": 4, "config": ["a.yaml"], "report_to": [], "memory_budget": 1024}, "versions": {}}
+    flags = config(json.dumps(record), "run.json")
+    args = parse(*flags)
+    assert (args.lora_rank, args.memory_budget, args.report_to, args.config) == (4, 1024, [], flags[1:])
+    assert "memory_budget" in refused(*config("memory_budget: 1024"))
+    record["arguments"]["lora_rnak"] = 4
+    assert "unknown key 'lora_rnak'; the nearest is lora_rank" in refused(*config(json.dumps(record), "run.json"))
+    assert "unknown key 'arguments'" in refused(*config("arguments: {lora_rank: 4}"))
+
+
+def test_null_is_absent_and_empty_text_is_text(config):
+    prompt = "validation_prompt: [a cat]\n"
+    for text in ("null", "~", ""):
+        assert parse(*config(f"{prompt}negative_prompt: {text}\n")).negative_prompt == VALUES["negative_prompt"]
+    for text in ("''", '""'):
+        assert parse(*config(f"{prompt}negative_prompt: {text}\n")).negative_prompt == ""
+    for text in ("'null'", '"~"', "none", "no"):
+        assert parse(*config(f"{prompt}negative_prompt: {text}\n")).negative_prompt == text.strip("'\"")
+
+
+def test_null_in_a_later_file_takes_back(config):
+    first = config("revision: a\nlora_rank: 4\nreport_to: tensorboard\nvalidation_prompt: [a, b]\n", "a.yaml")
+    later = config("revision: null\nlora_rank: ~\nreport_to: []\nvalidation_prompt: []\n", "b.yaml")
+    args = parse(*first, *later)
+    assert (args.revision, args.lora_rank, args.report_to, args.validation_prompt) == (None, 32, [], None)
+    args = parse(*later, *first)
+    assert (args.revision, args.lora_rank, args.report_to) == ("a", 4, ["tensorboard"])
+    assert args.validation_prompt == ["a", "b"]
+    assert "--negative_prompt has no effect" in refused(*first, *later, "--negative_prompt", "x")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("optimizer_args: {amsgrad: true, betas: [0.8, 0.9], eps: 1e-6, mode: fast}", True),
+        ("optimizer_args: ['amsgrad=True', 'betas=(0.8, 0.9)', 'eps=1e-6', 'mode=fast']", True),
+        ("optimizer_args: {amsgrad: false, betas: [0.8, 0.9], eps: 1e-6, mode: fast}", False),
+    ],
+)
+def test_kinds_of_optimizer_args(config, text, expected):
+    expected = {"amsgrad": expected, "betas": (0.8, 0.9), "eps": 1e-6, "mode": "fast"}
+    assert parse(*config(text)).optimizer_args == expected
+    flags = [f"{key}={value}" for key, value in expected.items()]
+    assert parse("--optimizer_args", *flags).optimizer_args == expected
+    assert parse("--optimizer_args", "amsgrad=false").optimizer_args == {"amsgrad": False}
+
+
+@pytest.mark.parametrize(
+    "text, names",
+    [
+        ("tensorboard", ["tensorboard"]),
+        ("tensorboard,wandb", ["tensorboard", "wandb"]),
+        ("[wandb, trackio, wandb]", ["wandb", "trackio"]),
+        ("none", []),
+        ("[]", []),
+        ("null", []),
+    ],
+)
+def test_report_to(config, text, names):
+    assert parse(*config(f"report_to: {text}")).report_to == names
+    if not text.startswith(("[", "null")):
+        assert parse("--report_to", text).report_to == names
+    assert parse().report_to == [] and parse(*config(f"report_to: {text}"), "--report_to", "none").report_to == []
+
+
+@pytest.mark.parametrize("text", ["mlflow", "tensorboard,", "none,wandb", ""])
+def test_unknown_trackers(config, text):
+    assert "allowed is tensorboard, wandb, trackio" in refused(f"--report_to={text}")
+    assert "allowed is tensorboard, wandb, trackio" in refused(*config(f"report_to: '{text}'"))
