@@ -119,6 +119,7 @@ def load_stock(model):
     return DiffusionPipeline.from_pretrained(model, dtype=torch.float32, text_encoder=text_encoder)
 
 
+@torch.no_grad()  # with gradients, attention would take another kernel
 def stock_frames(family, model, folders, *, guidance_scale, images=()):
     """What the stock pipeline samples with the LoRAs in `folders`."""
     pipeline = load_stock(model)
