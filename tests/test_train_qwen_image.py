@@ -1,6 +1,8 @@
 """The command line from end to end, on a tiny model and real photographs."""
 
 import json
+import math
+import os
 import shutil
 
 import pytest
@@ -12,6 +14,7 @@ import train_qwen_image
 from memory.log import MemoryLog
 from training.arguments import parse_args
 from training.errors import RefusedError
+from training.flow_matching import Draw, SigmaLaw
 
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -259,6 +262,119 @@ def test_bf16_full_training_keeps_fp32_masters(train, tiny_qwen_image):
             assert master.dtype == torch.float32 and not torch.equal(master, parameter.float())
     saved = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+
+
+# ---------------------------------------------------------------- flags that no other test shows at work
+
+
+def test_variant(lora_run, train, tiny_qwen_image, tmp_path):
+    """Weights under other names are found with it, and not without."""
+    model = shutil.copytree(tiny_qwen_image, tmp_path / "model")
+    for path in model.rglob("*.safetensors"):
+        path.rename(path.with_name(f"{path.stem}.bf16.safetensors"))
+    assert (train(*LORA, "--variant", "bf16", model=model) / LORA_FILE).read_bytes() == (
+        lora_run / LORA_FILE
+    ).read_bytes()
+    assert "--pretrained_model_name_or_path" in refused(train, *LORA, model=model)
+
+
+def test_revision(script, tiny_qwen_image, photos, tmp_path):
+    """Two revisions of a repository of which only one has a transformer of two blocks."""
+    repo = tmp_path / "hub" / "models--owner--tiny"
+    (repo / "refs").mkdir(parents=True)
+    for name, num_layers in (("main", 2), ("small", 1)):
+        commit = f"{num_layers}" * 40
+        (repo / "refs" / name).write_text(commit)
+        config = shutil.copytree(tiny_qwen_image, repo / "snapshots" / commit) / "transformer" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": num_layers}))
+    argv = [
+        "--pretrained_model_name_or_path",
+        "owner/tiny",
+        "--dataset_path",
+        photos,
+        "--output_dir",
+        tmp_path / "out",
+    ]
+    script("train_qwen_image.py", *argv, *LORA, "--dry_run", "--revision", "small", env={"HF_HUB_CACHE": repo.parent})
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["plan"] == {"transformer_blocks": ["keep"]}
+
+
+def test_deterministic(lora_run, train, monkeypatch):
+    """The kernels are asked for; on a CPU they give what all others give."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        folder = train(*LORA, "--deterministic")
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    assert (folder / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
+
+
+def test_strength_rate_dropout_and_dtype(train):
+    """In its first step AdamW moves B by the rate, whatever the gradient: what is exported is alpha / rank times that.
+
+    B is zero until then, so that dropout is in the losses from the second step on.
+    """
+    flags = [*SMALL, "--lora_rank", "4", "--weight_decay", "0", "--lora_dtype", "fp32"]
+
+    def change(*more):
+        tensors = load_file(train(*flags, "--max_train_steps", "1", *more) / LORA_FILE)
+        names = sorted(name for name in tensors if "lora_B" in name)
+        return torch.cat([(tensors[b] @ tensors[b.replace("lora_B", "lora_A")]).flatten() for b in names])
+
+    plain = change("--learning_rate", "1e-3")
+    for more in (["--learning_rate", "2e-3"], ["--learning_rate", "1e-3", "--lora_alpha", "8"]):
+        assert (change(*more) - 2 * plain).norm() < 0.05 * plain.norm()
+    for dtype, expected in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        folder = train(*flags, "--lora_dtype", dtype, "--max_train_steps", "2", "--learning_rate", "1e-2")
+        assert {tensor.dtype for tensor in load_file(folder / LORA_FILE).values()} == {expected}
+    dropped = train(*flags, "--max_train_steps", "2", "--learning_rate", "1e-2", "--lora_dropout", "0.5")
+    with_dropout, without = metrics(dropped), metrics(folder)
+    assert with_dropout[0]["loss"] == without[0]["loss"] and with_dropout[1]["loss"] != without[1]["loss"]
+
+
+def test_sigmas_follow_the_flags(train):
+    """Against the law by hand; and each law another."""
+    flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "2", "--sigma_shift", "7"]
+    flags += ["--min_sigma", "0.2", "--max_sigma", "0.6"]
+    drawn = {}
+    for name in ("uniform", "logit_normal"):
+        drawn[name] = [line["sigmas"] for line in metrics(train(*flags, "--timestep_sampling", name))]
+        law = SigmaLaw(name, 7.0, 0.2, 0.6)
+        assert drawn[name] == [[Draw(42, step, 0).sigma(law)] for step in (1, 2)]
+    assert drawn["uniform"] != drawn["logit_normal"]
+
+
+@pytest.mark.parametrize(
+    "name, weight", [("sigma_sqrt", lambda s: s**-2), ("cosmap", lambda s: 2 / (math.pi * (1 - 2 * s + 2 * s**2)))]
+)
+def test_loss_weighting(name, weight, train):
+    """Before anything is trained the loss is that without weights, times the weight of the sigma."""
+    flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1"]
+    (plain,), (weighted,) = metrics(train(*flags)), metrics(train(*flags, "--loss_weighting", name))
+    assert weighted["sigmas"] == plain["sigmas"]
+    assert weighted["loss"] == pytest.approx(plain["loss"] * weight(plain["sigmas"][0]), rel=1e-5)
+
+
+def test_report_to(lora_run, train):
+    """TensorBoard gets the numbers of metrics.jsonl, and training does not feel it."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder = train(*LORA, "--report_to", "tensorboard")
+    (file,) = folder.rglob("events.out.tfevents*")
+    events = accumulator.EventAccumulator(str(file)).Reload()
+    for name in ("loss", "lr", "grad_norm"):
+        expected = [(line["step"], pytest.approx(line[name])) for line in metrics(folder)]
+        assert [(event.step, event.value) for event in events.Scalars(f"train/{name}")] == expected
+    assert (folder / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
+    assert not list(lora_run.rglob("events.out.tfevents*"))
+
+
+def test_checkpoints_total_limit(train):
+    flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "4", "--checkpointing_steps", "1"]
+    folder = train(*flags, "--checkpoints_total_limit", "2")
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
 
 
 # ---------------------------------------------------------------- what is refused, and what fails

@@ -90,7 +90,8 @@ def same_pixels(frames, others):
 
 
 @pytest.mark.parametrize(
-    "family, ema", [("qwen_image", []), ("qwen_image", ["--ema"]), ("wan_t2v", ["--ema", "--offload_ema"]), ("wan_t2v", [])]
+    "family, ema",
+    [("qwen_image", []), ("qwen_image", ["--ema"]), ("wan_t2v", ["--ema", "--offload_ema"]), ("wan_t2v", [])],
 )
 def test_training_is_the_same_with_and_without(family, ema, train, sampled, monkeypatch):
     """Dropout and dropped captions draw random numbers, and inputs are really parked."""
@@ -288,7 +289,9 @@ def test_loss_by_hand(train, tiny_qwen_image, photos):
     pipeline = load_stock(tiny_qwen_image)
     pipeline.load_lora_weights(folder)
     vae = AutoencoderKLQwenImage.from_pretrained(tiny_qwen_image, subfolder="vae")
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
     losses = {}
     for name in held_out_of(folder):
         pixels = torch.from_numpy(np.array(Image.open(photos / name).convert("RGB"))).permute(2, 0, 1)[None, :, None]
@@ -376,7 +379,9 @@ class Parts:
         return [tensor for tensor in tensors if tensor is not self.trained.weight]
 
     def on_device(self):
-        return {name for name, part in self.components.items() if name != "scheduler" and "accelerator" in self.of(part)}
+        return {
+            name for name, part in self.components.items() if name != "scheduler" and "accelerator" in self.of(part)
+        }
 
     def of(self, part):
         return {self.devices[tensor] for tensor in (*part.parameters(), *part.buffers()) if tensor in self.devices}
@@ -466,7 +471,10 @@ def test_pictures_that_do_not_fit_the_model(
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--validation_steps", "2"], "--validation_steps has no effect without --validation_prompt or --validation_s"),
+        (
+            ["--validation_steps", "2"],
+            "--validation_steps has no effect without --validation_prompt or --validation_s",
+        ),
         (["--validation_seed", "2"], "--validation_seed has no effect without --validation_prompt or --validation_s"),
         (["--validation_image", "a.png"], "--validation_image has no effect without --validation_prompt"),
         (["--negative_prompt", ""], "--negative_prompt has no effect without --validation_prompt"),

@@ -342,7 +342,13 @@ MANY += ["2", "--caption_dropout", "0.5", "--gradient_accumulation_steps", "2", 
 MANY += ["--lr_scheduler", "cosine", "--lr_warmup_steps", "1", "--optimizer_args", "betas=(0.8, 0.9)", "amsgrad=True"]
 MANY += ["--weight_decay", "0", "--max_grad_norm", "0.5", "--timestep_sampling", "uniform", "--sigma_shift", "2"]
 MANY += ["--min_sigma", "0.1", "--max_sigma", "0.9", "--loss_weighting", "cosmap", "--ema", "--ema_decay", "0.5"]
-MANY += ["--offload_ema", "--validation_prompt", "no", "--validation_prompt", 'a "cat": #1\nand\ta dog \\ 猫 \U0001f431']
+MANY += [
+    "--offload_ema",
+    "--validation_prompt",
+    "no",
+    "--validation_prompt",
+    'a "cat": #1\nand\ta dog \\ 猫 \U0001f431',
+]
 MANY += ["--negative_prompt", "", "--num_inference_steps", "2", "--validation_seed", "0", "--validation_split", "0.3"]
 MANY += ["--max_skipped_steps", "1", "--deterministic", "--dataset_repeat", "2", "--dataloader_num_workers", "0"]
 PARKING = ["--use_gradient_checkpointing_offload", "--offload_buffer_size", "1GiB", "--checkpoint_blocks", "1"]
@@ -402,7 +408,10 @@ def test_a_resumed_run_again_from_its_run_json(train, tmp_path):
 
 def test_a_record_is_told_by_what_it_holds(config):
     """Sizes in bytes have no unit there, only there; what a record says of its own config files does not count."""
-    record = {"arguments": {"lora_rank": 4, "config": ["a.yaml"], "report_to": [], "memory_budget": 1024}, "versions": {}}
+    record = {
+        "arguments": {"lora_rank": 4, "config": ["a.yaml"], "report_to": [], "memory_budget": 1024},
+        "versions": {},
+    }
     flags = config(json.dumps(record), "run.json")
     args = parse(*flags)
     assert (args.lora_rank, args.memory_budget, args.report_to, args.config) == (4, 1024, [], flags[1:])
