@@ -269,7 +269,7 @@ def test_bf16_full_training_keeps_fp32_masters(train, tiny_qwen_image):
 
 def test_variant(lora_run, train, tiny_qwen_image, tmp_path):
     """Weights under other names are found with it, and not without."""
-    model = shutil.copytree(tiny_qwen_image, tmp_path / "model")
+    model = shutil.copytree(tiny_qwen_image, tmp_path / tiny_qwen_image.name)  # which the header holds
     for path in model.rglob("*.safetensors"):
         path.rename(path.with_name(f"{path.stem}.bf16.safetensors"))
     assert (train(*LORA, "--variant", "bf16", model=model) / LORA_FILE).read_bytes() == (
@@ -279,10 +279,10 @@ def test_variant(lora_run, train, tiny_qwen_image, tmp_path):
 
 
 def test_revision(script, tiny_qwen_image, photos, tmp_path):
-    """Two revisions of a repository of which only one has a transformer of two blocks."""
+    """Two revisions of a repository, whose transformers have two and three blocks."""
     repo = tmp_path / "hub" / "models--owner--tiny"
     (repo / "refs").mkdir(parents=True)
-    for name, num_layers in (("main", 2), ("small", 1)):
+    for name, num_layers in (("main", 2), ("large", 3)):
         commit = f"{num_layers}" * 40
         (repo / "refs" / name).write_text(commit)
         config = shutil.copytree(tiny_qwen_image, repo / "snapshots" / commit) / "transformer" / "config.json"
@@ -295,8 +295,8 @@ def test_revision(script, tiny_qwen_image, photos, tmp_path):
         "--output_dir",
         tmp_path / "out",
     ]
-    script("train_qwen_image.py", *argv, *LORA, "--dry_run", "--revision", "small", env={"HF_HUB_CACHE": repo.parent})
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["plan"] == {"transformer_blocks": ["keep"]}
+    script("train_qwen_image.py", *argv, *LORA, "--dry_run", "--revision", "large", env={"HF_HUB_CACHE": repo.parent})
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["plan"] == {"transformer_blocks": ["keep"] * 3}
 
 
 def test_deterministic(lora_run, train, monkeypatch):

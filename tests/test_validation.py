@@ -357,7 +357,7 @@ class Parts:
         self.trained = self.components["transformer"]
         self.trained.weight.requires_grad_(True)
         self.trained.bias.requires_grad_(False)
-        self.devices = {tensor: "cpu" for tensor in self.frozen()} | {self.trained.bias: "accelerator"}
+        self.devices = dict.fromkeys(self.frozen(), "cpu") | {self.trained.bias: "accelerator"}
         move = validation._move_frozen
         # Every move is made, and only the device is not there.
         to = torch.Tensor.to
