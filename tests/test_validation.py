@@ -90,8 +90,7 @@ def same_pixels(frames, others):
 
 
 @pytest.mark.parametrize(
-    "family, ema",
-    [("qwen_image", []), ("qwen_image", ["--ema"]), ("wan_t2v", ["--ema", "--offload_ema"]), ("wan_t2v", [])],
+    "family, ema", [("qwen_image", []), ("qwen_image", ["--ema"]), ("wan_t2v", ["--ema", "--offload_ema"])]
 )
 def test_training_is_the_same_with_and_without(family, ema, train, sampled, monkeypatch):
     """Dropout and dropped captions draw random numbers, and inputs are really parked."""
@@ -187,24 +186,21 @@ def test_averaged_weights_are_previewed(train, sampled):
 
 
 def test_settings_of_previews(train, sampled):
-    """Each flag changes the picture; without guidance the negative prompt says nothing."""
-    flags = [*flags_of("qwen_image"), "--max_train_steps", "1", *PROMPT]
+    """Each flag changes the picture; a second prompt leaves that of the first as it is."""
+    flags = [*flags_of("qwen_image"), "--max_train_steps", "1", *PROMPT, "--guidance_scale", "8"]
     settings = [
         [],
         ["--num_inference_steps", "3"],
-        ["--guidance_scale", "2"],
         ["--negative_prompt", "a dog"],
         ["--negative_prompt", ""],
         ["--guidance_scale", "1"],
         ["--validation_seed", "1"],
         ["--validation_prompt", "a dog"],
     ]
-    flags = [*flags, *["--guidance_scale", "8"]]
     for changed in settings:
         train("qwen_image", *flags, *changed)
     pictures = {frames[0].tobytes() for frames in sampled}
-    assert len(sampled) == len(settings) + 1, "the prompt is a second one"
-    assert len(pictures) == len(settings), "the first prompt is as before"
+    assert len(sampled) == len(settings) + 1 and len(pictures) == len(settings)
 
 
 @pytest.mark.parametrize("family", ["qwen_image", "wan_t2v"])
@@ -265,7 +261,7 @@ def test_what_is_held_out_depends_on_seed_and_files_only(train, photos, tmp_path
     moved = shutil.copytree(photos, tmp_path / "elsewhere" / "data")
     assert held_out(train, *split, dataset=moved) == expected
     assert held_out(train, *split, "--validation_seed", "7") == expected
-    seeds = [held_out(train, *split, "--seed", str(seed), "--validation_seed", "42") for seed in (1, 2, 3)]
+    seeds = [held_out(train, *split, "--seed", str(seed), "--validation_seed", "42") for seed in (1, 2)]
     assert any(other != expected for other in seeds)
     Image.new("RGB", (96, 80), "green").save(moved / "green.png")
     (moved / "green.txt").write_text("green")
