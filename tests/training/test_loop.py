@@ -1,11 +1,9 @@
 """The loop against arithmetic: one weight, plain gradient descent."""
 
 import itertools
-import traceback
-
-
 import json
 import re
+import traceback
 
 import pytest
 import torch
