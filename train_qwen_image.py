@@ -64,7 +64,7 @@ from training.data.images import inspect_rows, read_picture
 from training.data.metadata import read_datasets
 from training.data.report import draw_contact_sheet
 from training.errors import refuse_unreadable_model
-from training.export import export
+from training.export import check_result, save_result
 from training.flow_matching import sigma_law
 from training.forecast import Launch, RunForecast, plan_memory
 from training.hub import open_repository, push
@@ -282,8 +282,13 @@ def main(args, log):
     )
     log.point("saving")
     if accelerator.is_main_process:
+        path = save_result(args, module, prefix="transformer", export_name="transformer.{}".format)
+    log.point("previews")
+    validation.run(last_step, trackers)
+    log.point("saving")
+    if accelerator.is_main_process:
         stock = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=transformer)
-        export(args, stock, module, dataset, prefix="transformer", export_name="transformer.{}".format)
+        check_result(args, stock, module, dataset, path)
         run.finish()
     accelerator.wait_for_everyone()
     trackers.finish()

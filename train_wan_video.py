@@ -71,7 +71,7 @@ from training.data.metadata import IMAGE_SUFFIXES, read_datasets
 from training.data.report import draw_contact_sheet
 from training.data.videos import VIDEO_SUFFIXES, inspect_clips, read_clip
 from training.errors import RefusedError, refuse_unreadable_model
-from training.export import LORA_FILE, export, load_result
+from training.export import LORA_FILE, check_result, load_result, save_result
 from training.flow_matching import sigma_law
 from training.forecast import Launch, RunForecast, plan_memory
 from training.hub import open_repository, push
@@ -321,10 +321,10 @@ def main(args, log):
     )
     log.point("encoders gone")
 
-    def load_other_expert(expert, stock):
+    def load_other_expert(expert, steps_before, stock):
         place = pipeline.transformer_subfolder(expert)
         stock.register_modules(**{place: pipeline.load_transformer(model, dtype=dtype, subfolder=place, **hub)})
-        if expert in experts and (output_dir / expert / LORA_FILE).is_file():  # trained by this run
+        if expert in experts[: steps_before // last_step]:  # trained by this run
             load_result(stock, output_dir / expert, place)
 
     def train_expert(expert, steps_before):
@@ -348,6 +348,7 @@ def main(args, log):
             log.point("adapters")
 
         # ---- training and its results
+        other = other_expert(variant, expert)
         settings = preview_settings(args, items, preview_images) | variant.guidance(args.guidance_scale)
         validation = Validation(
             accelerator,
@@ -360,7 +361,7 @@ def main(args, log):
             sample=partial(pipeline.sample, **settings),
             sigma_range=variant.sigma_range(expert),
             place=places[expert],
-            load_other=partial(load_other_expert, other_expert(variant, expert)) if expert is not None else None,
+            load_other=partial(load_other_expert, other, steps_before) if other is not None else None,
             fps=args.fps,
         )
         train(
@@ -381,20 +382,23 @@ def main(args, log):
         )
         log.point("saving")
         if accelerator.is_main_process:
-            stock_class = WanPipeline if task == "t2v" else WanImageToVideoPipeline
-            parts = {"transformer": transformer, "transformer_2": transformer}  # it is checked in its own place
-            stock = stock_class(scheduler=None, vae=None, text_encoder=None, tokenizer=None, **parts)
-            export(
+            path = save_result(
                 args,
-                stock,
                 module,
-                dataset,
                 prefix="transformer",
                 export_name=pipeline.lora_export_name,
                 expert=expert,
                 places=places,
                 further_info={"sigma_range": "{} to {}".format(*variant.sigma_range(expert))},
             )
+        log.point("previews")
+        validation.run(steps_before + last_step, trackers)
+        log.point("saving")
+        if accelerator.is_main_process:
+            stock_class = WanPipeline if task == "t2v" else WanImageToVideoPipeline
+            parts = {"transformer": transformer, "transformer_2": transformer}  # it is checked in its own place
+            stock = stock_class(scheduler=None, vae=None, text_encoder=None, tokenizer=None, **parts)
+            check_result(args, stock, module, dataset, path, expert=expert, places=places)
         accelerator.wait_for_everyone()
 
     for stage, expert in enumerate(experts):

@@ -55,6 +55,7 @@ class MemoryLog:
         self._repeated = set()  # points that the table leaves out
         self._peaks = {}  # mark -> the highest peak since `peak_since` was asked about it
         self._step = None  # the optimizer step that is being made
+        self._aside = None  # the phase between two of them
         self._module = lambda: None  # a weak reference to what is trained
 
     def __enter__(self):
@@ -165,9 +166,9 @@ class MemoryLog:
             self._repeated |= {len(self.points), len(self.points) + 1}
         self.point(name)
         watched.pause()
-        self._step, self._module = None, lambda: None
+        self._step, self._module, self._aside = None, lambda: None, name
         yield
-        self._step, self._module = where
+        (self._step, self._module), self._aside = where, None
         watched.go_on()
         self.point("training")
         self.peak_since("step")
@@ -203,11 +204,16 @@ class MemoryLog:
             actual = {"of host memory in use": self._process.memory_info().rss}
             if self._step is not None and self.watched.peak_bytes:
                 actual["at the peak of the first steps' tensors"] = self.watched.peak_bytes
-        forecast = "" if self.forecast_bytes is None else f"Forecast for training: {_size(self.forecast_bytes)}; "
+        is_training = self._aside is None
+        forecast = (
+            ""
+            if self.forecast_bytes is None or not is_training
+            else f"Forecast for training: {_size(self.forecast_bytes)}; "
+        )
         actual = ", ".join(f"{_size(num_bytes)} {what}" for what, num_bytes in actual.items())
         sentences.append(f"{forecast}{'actual' if forecast else 'Actual'}: {actual}.")
         if self.suggestions is not None:
-            phase = None if self._step is None else "training"
+            phase = self._aside or (None if self._step is None else "training")
             best = sorted(self.suggestions(phase), key=lambda pair: -pair[1])[:3]
             if best:
                 listed = "; ".join(f"{setting} ({_size(num_bytes)})" for setting, num_bytes in best)

@@ -6,6 +6,7 @@ Needs the standard library and yaml only: the scripts parse before they import t
 import argparse
 import ast
 import difflib
+import json
 import logging
 import math
 import pathlib
@@ -424,6 +425,15 @@ CONFIG_ONLY = ("datasets", "bucket_config")
 # What a bucket config says for each size and length instead.
 _SIZE_FLAGS = ("height", "width", "max_pixels", "num_frames", "train_batch_size")
 
+# Pairs of groups of settings: what is in the one cannot stand beside what is in the other.
+_EXCLUSIVE = (
+    (("max_train_steps",), ("num_train_epochs",)),
+    (("max_pixels",), ("height", "width")),
+    (("memory_budget",), _MANUAL_MEMORY_FLAGS),
+    (("datasets",), DATASET_FLAGS),
+    (("bucket_config",), _SIZE_FLAGS),
+)
+
 # Flags that are for some families only, which name them in their values under "flags".
 _FAMILY_FLAGS = {"num_frames", "fps", "clip_part", "task", "expert", "validation_image"}
 
@@ -524,24 +534,23 @@ def _check_names(argv, switches, known):
 
 
 def _read_config(path, kinds):
-    """Return the settings of one YAML file as texts, which then go through the same checks as flags."""
+    """Return the settings of one YAML file or run.json; None stands for those that are taken back."""
     import yaml
 
     file = pathlib.Path(path)
     if not file.is_file():
         raise RefusedError(f"--config: there is no file {path}.")
     try:
+        text = file.read_text(encoding="utf-8-sig")
+        record = _read_record(text)
         # Everything stays text, so that `no`, `1e-5` and `007` mean what they would mean on the command line.
-        content = yaml.load(file.read_text(encoding="utf-8-sig"), Loader=_unique_keys(yaml))
+        content = yaml.load(text, Loader=_unique_keys(yaml)) if record is None else _as_text(record)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RefusedError(f"--config: {path} is not YAML: {' '.join(str(error).split())}.") from None
     if content is None:
         content = {}
     if not isinstance(content, dict):
         raise RefusedError(f"--config: {path} must hold one key per flag, such as 'lora_rank: 16'.")
-    if is_record := isinstance(content.get("arguments"), dict) and "versions" in content:
-        # run.json of a run: the whole of it is meant, and what was in its config files stands in it.
-        content = content["arguments"] | dict.fromkeys(("config", "resume_from_checkpoint"))
     settings = {}
     for key, value in content.items():
         if key not in (*kinds, *CONFIG_ONLY) or (key == "config" and value is not None):
@@ -550,8 +559,11 @@ def _read_config(path, kinds):
         if value is None or (value == [] and (key in _REPEATABLE or kinds.get(key) is _trackers)):
             settings[key] = None
             continue
-        if is_record and kinds.get(key) in (_num_bytes, _budget) and value.isdecimal():
+        if record is not None and kinds.get(key) in (_num_bytes, _budget) and value.isdecimal():
             settings[key] = int(value)
+            continue
+        if record is not None and kinds.get(key) is _key_value:
+            settings[key] = [(name, _tuples(item)) for name, item in record[key].items()]
             continue
         if key == "datasets":
             settings[key] = _read_datasets(path, value, kinds)
@@ -582,6 +594,31 @@ def _read_config(path, kinds):
                 value = ",".join(map(str, value))
             settings[key] = _convert_in(path, key, kinds, value)
     return settings
+
+
+def _read_record(text):
+    """Return the arguments of a run from its run.json, or None if the text is something else."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return None
+    if not (isinstance(content, dict) and isinstance(content.get("arguments"), dict) and "versions" in content):
+        return None
+    # The whole of the run is meant, and what was in its config files stands in it.
+    return content["arguments"] | dict.fromkeys(("config", "resume_from_checkpoint"))
+
+
+def _as_text(value):
+    """Return a value from JSON as `_unique_keys` would return it from YAML."""
+    if isinstance(value, dict):
+        return {key: _as_text(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_as_text(item) for item in value]
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+def _tuples(value):
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _unique_keys(yaml):
@@ -714,17 +751,17 @@ def parse_args(argv, *, description, values, resolve=True):
     kinds = {name: kind for name, (kind, _) in specs.items()}
     _check_names(argv, [name for name, kind in kinds.items() if kind is SWITCH], list(specs))
     flags = vars(_build_parser(description, values).parse_args(argv))
-    given = {}
-    for path in flags.get("config", []):
-        given |= _read_config(path, kinds)
-    # Null in a later file takes back what an earlier one says.
-    given = {name: value for name, value in given.items() if value is not None}
     for name, value in flags.items():
         if isinstance(value, str):
-            value = _convert(name, kinds[name], value)
+            flags[name] = _convert(name, kinds[name], value)
         elif isinstance(value, list):
-            value = [_convert(name, kinds[name], item) for item in value]
-        given[name] = value
+            flags[name] = [_convert(name, kinds[name], item) for item in value]
+    given = {}
+    for settings in (*(_read_config(path, kinds) for path in flags.get("config", [])), flags):
+        # What comes later wins, also over what cannot stand beside it; null takes back.
+        replaced = {other for name in settings if settings[name] is not None for other in _instead_of(name)}
+        given = {name: value for name, value in given.items() if name not in replaced} | settings
+        given = {name: value for name, value in given.items() if value is not None}
 
     several = "datasets" in given
     missing = [
@@ -742,6 +779,15 @@ def parse_args(argv, *, description, values, resolve=True):
     if resolve:
         resolve_for_model(args, values)
     return args
+
+
+def _instead_of(name):
+    """Yield the settings that cannot stand beside the setting `name`."""
+    for some, others in _EXCLUSIVE:
+        if name in some:
+            yield from others
+        if name in others:
+            yield from some
 
 
 def _refuse_without_effect(args, given):
@@ -779,7 +825,7 @@ def _refuse_without_effect(args, given):
     if args.offload_buffer_size is not None and not args.use_gradient_checkpointing_offload:
         raise RefusedError("--offload_buffer_size has no effect without --use_gradient_checkpointing_offload.")
     for name in ("ema_decay", "offload_ema"):
-        if given.get(name) and not args.ema:
+        if given.get(name, False) is not False and not args.ema:
             raise RefusedError(f"--{name} has no effect without --ema.")
     if args.hub_model_id is not None and not args.push_to_hub:
         raise RefusedError("--hub_model_id has no effect without --push_to_hub.")

@@ -134,7 +134,9 @@ def find_checkpoint(args, accelerator):
     for name, before in state["arguments"].items():
         now = json.loads(json.dumps(getattr(args, name, None)))
         # With two experts the first one's length says where the second begins.
-        fixed = getattr(args, "expert", None) == "both" and name in ("max_train_steps", "num_train_epochs")
+        # They also start from the same file, the second one later.
+        of_both = ("max_train_steps", "num_train_epochs", "lora_init_path")
+        fixed = getattr(args, "expert", None) == "both" and name in of_both
         if now != before and (name not in _MAY_CHANGE or fixed):
             setting = name if name in CONFIG_ONLY else f"--{name}"
             raise RefusedError(
@@ -219,7 +221,8 @@ def save_checkpoint(accelerator, args, step, batches):
     """
     output_dir = pathlib.Path(args.output_dir)
     final, beside = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.tmp"
-    _delete_unfinished(accelerator, output_dir)
+    if accelerator.is_main_process:
+        _delete_unfinished(output_dir)
     accelerator.wait_for_everyone()
     kwargs = {"exclude_frozen_parameters": True} if uses_deepspeed(accelerator) else {}
     _all_or_none(accelerator, final.name, beside, lambda: accelerator.save_state(beside, **kwargs))
@@ -231,12 +234,11 @@ def save_checkpoint(accelerator, args, step, batches):
             state["files"] = {str(file.relative_to(beside)): file.stat().st_size for file in files}
             (beside / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
             rename_folder(beside, final)
+            delete_folder(_set_aside(final))
 
     _all_or_none(accelerator, final.name, beside, complete)
     if accelerator.is_main_process and args.checkpoints_total_limit is not None:
-        # Higher numbers are of a run that was given up for an earlier checkpoint of it.
-        own = [path for number, path in list_checkpoints(output_dir).items() if number <= step]
-        for old in own[: -args.checkpoints_total_limit]:
+        for old in list(list_checkpoints(output_dir).values())[: -args.checkpoints_total_limit]:
             delete_folder(old)
     accelerator.wait_for_everyone()
 
@@ -261,11 +263,18 @@ def _all_or_none(accelerator, name, beside, write):
         )
 
 
-def _delete_unfinished(accelerator, output_dir):
+def _delete_unfinished(output_dir):
     """Delete what a run that was killed has left of checkpoints that it was writing or deleting."""
-    if accelerator.is_main_process:
-        for left in (*output_dir.glob("checkpoint-*.tmp"), *output_dir.glob("checkpoint-*.old")):
-            shutil.rmtree(left, ignore_errors=True)
+    for left in (*output_dir.glob("checkpoint-*.tmp"), *output_dir.glob("checkpoint-*.old")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _number(path):
+    return int(path.name.rpartition("-")[2])
+
+
+def _set_aside(path):
+    return path.with_name(path.name + ".replaced")
 
 
 def load_checkpoint(accelerator, path, lr_scheduler):
@@ -275,7 +284,19 @@ def load_checkpoint(accelerator, path, lr_scheduler):
         accelerator (`Accelerator`), path (`pathlib.Path`)
         lr_scheduler (`LambdaLR`): That of this run; what it says holds, also where the length of the run changed.
     """
-    _delete_unfinished(accelerator, pathlib.Path(accelerator.project_dir))  # no later save might do it
+    if accelerator.is_main_process:
+        output_dir = pathlib.Path(accelerator.project_dir)
+        _delete_unfinished(output_dir)  # no later save might do it
+        for later in list_checkpoints(output_dir).values():
+            if path.resolve().parent == output_dir.resolve() and _number(later) > _number(path):
+                # Or `latest` would go on from them before this run is as far.
+                delete_folder(_set_aside(later))
+                later.rename(_set_aside(later))
+                logger.warning(
+                    "%s comes after %s, from which this run goes on: it is set aside as %s until there is a new one",
+                    *(later, path.name, _set_aside(later).name),
+                )
+    accelerator.wait_for_everyone()
     kwargs = {"load_module_strict": False} if uses_deepspeed(accelerator) else {}
     accelerator.load_state(path, **kwargs)
     # The rate in the state was made by the schedule of that run, whose end may be this one's middle.

@@ -25,42 +25,57 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def export(args, pipeline, module, dataset, *, prefix, export_name, expert=None, places=None, further_info=None):
-    """Write the result of a run and its model card; load a LoRA back and check it.
+def save_result(args, module, *, prefix, export_name, expert=None, places=None, further_info=None):
+    """Write the result of a run and return its path.
 
     Args:
         args (`argparse.Namespace`)
-        pipeline (`DiffusionPipeline`): Stock pipeline with the trained transformer; its other parts may be None.
-        module (`DiffusionTrainingModule`): Of the same transformer.
-        dataset (`TrainingDataset`): Its first sample is the input of the check.
+        module (`DiffusionTrainingModule`)
         prefix, export_name: See `save_lora`.
         expert (`str`, *optional*): Which of several transformers it is; its LoRA gets a folder of this name.
         places (`dict[str | None, str]`, *optional*): Of each expert of this run what the pipeline calls it.
         further_info (`dict[str, str]`, *optional*): Further header entries of a LoRA file.
 
     Raises:
-        FailedError: The result is not finite, does not load, or changes nothing.
+        FailedError: The result is not finite, or cannot be written.
     """
-    places = places or {None: "transformer"}
+    folder = pathlib.Path(args.output_dir)
+    if args.training_mode == "full":
+        return save_transformer(module.transformer, folder / (places or _ONE)[expert])
+    base_model = portable_name(args.pretrained_model_name_or_path)
+    info = {"base_model": base_model, "lora_rank": str(args.lora_rank), "lora_alpha": str(args.lora_alpha)}
+    info |= further_info or {}
+    if expert is not None:
+        info["expert"] = expert
+        folder = folder / expert
+        folder.mkdir(exist_ok=True)
+    dtype = _DTYPES[args.lora_dtype]
+    return save_lora(module.transformer, folder, dtype=dtype, prefix=prefix, export_name=export_name, info=info)
+
+
+def check_result(args, pipeline, module, dataset, path, *, expert=None, places=None):
+    """Load a LoRA back and check it, and write the model card, with the previews that are there.
+
+    Args:
+        args (`argparse.Namespace`)
+        pipeline (`DiffusionPipeline`): Stock pipeline with the trained transformer; its other parts may be None.
+        module (`DiffusionTrainingModule`): Of the same transformer.
+        dataset (`TrainingDataset`): Its first sample is the input of the check.
+        path (`pathlib.Path`), expert, places: See `save_result`.
+
+    Raises:
+        FailedError: The result does not load, or changes nothing.
+    """
+    places = places or _ONE
     subfolder = places[expert]
     base_model = portable_name(args.pretrained_model_name_or_path)
     names = {"pipeline": type(pipeline).__name__, "base_model": base_model}
     if args.training_mode == "full":
-        path = save_transformer(module.transformer, pathlib.Path(args.output_dir) / subfolder)
         usage = FULL_USAGE.format(model=type(module.transformer).__name__, subfolder=subfolder, **names)
         print(f"saved {path}")
     else:
-        dtype = _DTYPES[args.lora_dtype]
-        info = {"base_model": base_model, "lora_rank": str(args.lora_rank), "lora_alpha": str(args.lora_alpha)}
-        info |= further_info or {}
-        folder = pathlib.Path(args.output_dir)
-        if expert is not None:
-            info["expert"] = expert
-            folder = folder / expert
-            folder.mkdir(exist_ok=True)
-        path = save_lora(module.transformer, folder, dtype=dtype, prefix=prefix, export_name=export_name, info=info)
         predict = functools.partial(module_output, module, dataset)
-        checked = check_lora(pipeline, path, predict, dtype=dtype, subfolder=subfolder)
+        checked = check_lora(pipeline, path, predict, dtype=_DTYPES[args.lora_dtype], subfolder=subfolder)
         usage = LORA_USAGE.format(**names) + "\n".join(_lora_lines(args.output_dir, places))
         print(
             f"saved {path}: {checked['layers']} layers, loaded back by diffusers at the trained strength; it changes "
@@ -70,6 +85,9 @@ def export(args, pipeline, module, dataset, *, prefix, export_name, expert=None,
     pipeline_tag = f"{source}-to-{'video' if 'num_frames' in vars(args) else 'image'}"
     write_model_card(args, base_model=base_model, pipeline_tag=pipeline_tag, num_items=len(dataset), usage=usage)
 
+
+# Where a pipeline has its only transformer.
+_ONE = {None: "transformer"}
 
 LORA_USAGE = """import torch
 from diffusers import {pipeline}
@@ -293,7 +311,8 @@ def save_transformer(transformer, path):
     shutil.rmtree(beside, ignore_errors=True)
     try:
         transformer.save_pretrained(beside)
-    except safetensors.SafetensorError as error:  # also where the disk is full
+    except (OSError, safetensors.SafetensorError) as error:  # such as where the disk is full
+        shutil.rmtree(beside, ignore_errors=True)
         raise FailedError(f"{final} cannot be written: {error}. What was complete before still is.") from error
     # diffusers writes where the base came from; a path of this machine does not belong into a result.
     config = json.loads((beside / "config.json").read_text(encoding="utf-8"))

@@ -208,6 +208,14 @@ class RunForecast:
         return int(media) + tokens * width * sample["prompt_embeds"][1].itemsize
 
     @property
+    def result_bytes(self):
+        """Bytes of the file or folder that a run leaves, one for each expert."""
+        if self.args.training_mode == "full":
+            return self._bytes["weights"]
+        size = self._bytes["adapters"] * (1 if self.args.lora_dtype == "fp32" else 0.5)
+        return int(size * (2 if getattr(self.args, "expert", None) == "both" else 1))
+
+    @property
     def checkpoint_bytes(self):
         """Bytes of a checkpoint: fp32 weights that are trained, the optimizer's state, the average."""
         return sum(self._bytes[name] for name in ("fp32_gradients", "optimizer_state", "ema"))
@@ -317,10 +325,12 @@ class RunForecast:
         fixed, _ = self._shares(self.launch.strategy, self.launch.num_processes)
         after = {"training": sum(by_category.values())}
         if self.previews is not None:
+            # While another part of the pipeline runs, what is not trained waits in host memory.
             held = sum(fixed.values())
-            # While the rest of the pipeline runs, what is not trained waits in host memory.
+            second = (self.preview_transformers - 1) * self._bytes["weights"]
+            transformers = held + max(0, second - self._waiting_bytes)
             others = held - self._waiting_bytes + self._preview[0]
-            after["previews"] = max(held + self.profile.inference_bytes + self._batch_bytes, others)
+            after["previews"] = max(transformers + self.profile.inference_bytes + self._batch_bytes, others)
         # The exported file is loaded back, at the end, beside what training leaves.
         export = sum(fixed.values()) - fixed["gradients"] + self._bytes["adapters"] + self.profile.inference_bytes
         return before | after | {"export": export + self._batch_bytes}
@@ -340,6 +350,11 @@ class RunForecast:
         training = self.profile.parked_bytes(modes)
         if self.args.ema and self.args.offload_ema:
             training += self._bytes["ema"]
+        if self.launch.device_type != "cpu":
+            # On the way to and from a checkpoint: weights that are trained, or optimizer and average, twice.
+            saving = self._bytes["fp32_gradients"] if self.args.checkpointing_steps else 0
+            loading = self._bytes["optimizer_state"] + 2 * self._bytes["ema"]
+            training += max(saving, loading if self.args.resume_from_checkpoint else 0)
         if self.previews is not None:
             training += self._preview[1] + self._waiting_bytes
             training += (self.preview_transformers - 1) * self._bytes["weights"]
@@ -397,7 +412,7 @@ class RunForecast:
 
         def peak(forecast, modes):
             phases = forecast.phases(modes)
-            return phases[phase] if phase else max(phases.values())
+            return phases.get(phase, 0) if phase else max(phases.values())
 
         now = peak(self, plan.modes)
         saved = [(text, now - peak(other, modes)) for text, other, modes in self._alternatives(plan)]
@@ -414,6 +429,8 @@ class RunForecast:
                     yield f"--{name}", self, other.modes
         if args.bucket_config is None:
             yield from self._smaller_batches(plan)
+        if self.previews is not None:
+            yield "no --validation_prompt", self._with(previews=None), plan.modes
         if args.ema and not args.offload_ema:
             yield "--offload_ema", self._with(args=_changed(args, offload_ema=True)), plan.modes
         if args.optimizer == "adamw" and importlib.util.find_spec("bitsandbytes"):
@@ -611,27 +628,29 @@ def _plan_for_budget(args, forecast):
         ) from None
 
 
-def describe_disk(forecast, last_step):
-    """Return a sentence on what checkpoints take, or None without any; warn if the disk has no room for them.
+def describe_disk(forecast, last_step, num_existing):
+    """Return a sentence on what the result and the checkpoints take; warn if the disk has no room for them.
 
     Args:
         forecast (`RunForecast`)
         last_step (`int`): The last optimizer step of the run.
+        num_existing (`int`): Checkpoints that are there already.
     """
     args = forecast.args
-    if args.checkpointing_steps is None or args.checkpointing_steps > last_step:
-        return None
-    count = last_step // args.checkpointing_steps
+    count = last_step // (args.checkpointing_steps or last_step + 1)
     if args.checkpoints_total_limit is not None:
         count = min(count, args.checkpoints_total_limit + 1)  # the oldest goes when the newest is there
     size, free = forecast.checkpoint_bytes, shutil.disk_usage(args.output_dir).free
-    text = f"a checkpoint takes {format_bytes(size)} of disk, at most {count} at a time {format_bytes(count * size)}"
-    if count * size > free:
+    needed = forecast.result_bytes + max(0, count - num_existing) * size
+    text = f"disk: {format_bytes(forecast.result_bytes)} for the result"
+    if count:
+        text += f", {format_bytes(size)} for a checkpoint, {format_bytes(count * size)} for {count} at a time"
+    if needed > free:
         logger.warning(
             "%s, and %s has %s free; set --checkpoints_total_limit, or give another folder",
             *(text, args.output_dir, format_bytes(free)),
         )
-    return f"{text}, of the {format_bytes(free)} that are free"
+    return f"{text}; {format_bytes(free)} are free"
 
 
 def check_fits(forecast, plan):

@@ -10,7 +10,7 @@ from training.checkpoints import load_checkpoint, register_state_hooks, save_che
 from training.data.batches import load_batches
 from training.ema import WeightAverage
 from training.errors import FailedError, StoppedError
-from training.launch import StopRequest, seed_module_randomness
+from training.launch import StopRequest, gather_from_all, seed_module_randomness
 from training.module import trainable_parameters
 from training.optimizers import MasterWeights
 from training.reporting import Metrics
@@ -45,7 +45,7 @@ def train(
         optimizer_class, optimizer_arguments: From `find_optimizer`.
         steps (`range`): The optimizer steps to make, counted from 1.
         checkpoint (`pathlib.Path`, *optional*): Training state to go on from.
-        validation (`Validation`, *optional*): Previews, and the loss of what is held out.
+        validation (`Validation`, *optional*): Previews, and the loss of what is held out; not after the last step.
         trackers (`Trackers`, *optional*): Get the numbers too.
         expert (`str`, *optional*): Which of several transformers this is, for the record.
         steps_before (`int`):
@@ -91,6 +91,15 @@ def train(
     log.watch(module, optimizer, step=steps_before + steps.start, average=average.tensors)
     step, losses, sample_losses, num_skipped = steps.start - 1, [], [], 0
     with StopRequest(accelerator) as stop, metrics:
+
+        def validate(number):
+            with log.aside("previews"), average.applied(), metrics.aside():
+                validation.run(number, trackers, is_stopped=lambda: stop.signal != 0)
+
+        if steps and checkpoint is not None and validation is not None and validation.is_due(steps_before + step):
+            # Made after its checkpoint, so that a failure costs nothing, they may be missing.
+            if not gather_from_all(accelerator, validation.is_done(steps_before + step))[0]:
+                validate(steps_before + step)
         for batch in metrics.waiting_for(loader):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             with accelerator.accumulate(model):
@@ -132,28 +141,25 @@ def train(
             # With several processes after the first step: DDP does not survive a second one with a silent tensor.
             if step == steps[: 2 if accelerator.num_processes == 1 else 1][-1]:
                 liveness.check()
-            is_last = step == steps[-1]
-            saves = args.checkpointing_steps is not None and (steps_before + step) % args.checkpointing_steps == 0
-            validates = validation is not None and validation.is_due(steps_before + step, is_last)
+            number, is_last = steps_before + step, step == steps[-1]
+            saves = args.checkpointing_steps is not None and number % args.checkpointing_steps == 0
+            validates = not is_last and validation is not None and validation.is_due(number)
             if saves or validates or is_last or is_skipped or step % args.logging_steps == 0:
                 metrics.flush()
-            if validates:
-                # Before the checkpoint: a run that is killed in between makes the previews again.
-                with log.aside("previews"), average.applied(), metrics.aside():
-                    validation.run(steps_before + step, trackers)
-            stopped_by = None if is_last else stop.agreed()  # the last step is followed by the result itself
-            if saves or stopped_by:
-                metrics.flush()
+            if saves:
                 with metrics.aside():
-                    save_checkpoint(accelerator, args, steps_before + step, batches)
-            if stopped_by:
-                metrics.close()
-                number = steps_before + step
+                    save_checkpoint(accelerator, args, number, batches)
+            if validates and not stop.agreed():
+                validate(number)
+            if stopped_by := stop.agreed():
+                metrics.flush()
+                if not saves:
+                    save_checkpoint(accelerator, args, number, batches)
                 raise StoppedError(
                     f"stopped by {stopped_by} after step {number}; checkpoint-{number} is complete, go on with "
                     "--resume_from_checkpoint latest"
                 )
-    metrics.close()
+        metrics.close()
     average.replace_weights()
 
 

@@ -17,6 +17,7 @@ import torch
 from tqdm.auto import tqdm
 
 from memory import offload
+from training.checkpoints import list_checkpoints
 from training.data.report import describe_data
 from training.errors import FailedError
 from training.files import whole_file, write_json_lines, write_text
@@ -93,10 +94,9 @@ class RunRecord:
         data = describe_data(args, items, batches, num_tokens=num_tokens, cache_bytes=forecast.cache_bytes)
         accelerator.print(batches.describe(last_step))
         stages = 2 if getattr(args, "expert", None) == "both" else 1
-        disk = describe_disk(forecast, stages * last_step)
+        disk = describe_disk(forecast, stages * last_step, len(list_checkpoints(self.output_dir)))
         for line in (*data, *plan.describe(), *describe_forecast(self.content["forecast"]), disk):
-            if line is not None:
-                accelerator.print(line)
+            accelerator.print(line)
         accelerator.print(check_fits(forecast, plan))
 
     def finish(self):
@@ -123,13 +123,25 @@ class RunRecord:
         with whole_file(self.output_dir / "memory.png") as picture:
             self.log.plot(picture, forecast_bytes=self.log.forecast_bytes)
         with whole_file(self.output_dir / "metrics.png") as picture:
-            draw_metrics(picture, steps, read_validation_losses(self.output_dir, steps[-1]["step"]))
+            draw_metrics(picture, steps, self._validation_losses(steps))
         print("\n".join(compare_forecast(self.content["forecast"], measured)))
         if measured["parked_bytes"] or (self.log.parking and self.log.parking["blocks_refused"]):
             print(
                 "parking in the last step: " + ", ".join(f"{key} {value}" for key, value in self.log.parking.items())
             )
         print(self.log.table())
+
+    def _validation_losses(self, steps):
+        """Return [(step, loss of what is held out)] of this run; the folder may hold some of others."""
+        args = self.content["arguments"]
+        if not args["validation_split"]:
+            return []
+        last_steps, every = {line.get("expert"): line["step"] for line in steps}.values(), args["validation_steps"]
+        due = [line["step"] for line in steps if every is not None and line["step"] % every == 0]
+        due = sorted({*due, *last_steps})
+        files = [self.output_dir / "validation" / f"step-{step}" / "loss.json" for step in due]
+        records = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+        return [(record["step"], record["loss"]) for record in records]
 
     def _write(self):
         text = json.dumps(self.content, indent=2, ensure_ascii=False)
@@ -140,13 +152,6 @@ def read_metrics(path):
     """Return the lines of metrics.jsonl, without a last one that a crash cut off."""
     lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def read_validation_losses(output_dir, last_step):
-    """Return [(step, loss of what is held out)] up to a step; later ones are of an older, longer run."""
-    files = pathlib.Path(output_dir).glob("validation/step-*/loss.json")
-    records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    return sorted((record["step"], record["loss"]) for record in records if record["step"] <= last_step)
 
 
 class Metrics:

@@ -94,8 +94,8 @@ class Trackers:
         output_dir, resumes = pathlib.Path(args.output_dir), first_step > 1
         run_name, id_file = output_dir.resolve().name, output_dir / "wandb_run_id.txt"
         settings = {
-            # Steps after the checkpoint are made again: TensorBoard forgets the first ones.
-            "tensorboard": {"purge_step": first_step if resumes else None},
+            # Steps after the checkpoint, or of a start before, are made again: TensorBoard forgets the first ones.
+            "tensorboard": {"purge_step": first_step},
             "wandb": {"name": run_name, "dir": str(output_dir), "config": config},
             "trackio": {"name": run_name, "config": config, "resume": "allow" if resumes else "never"},
         }

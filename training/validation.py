@@ -59,10 +59,13 @@ def hold_out(args, items):
         )
 
     def lot(item):
-        # By what is in the file: adding an item, or moving the folder, does not deal anew.
-        return hashlib.sha256(f"{args.seed} {item.digest} {item.row.id}".encode()).hexdigest()
+        # By what is in the file: adding an item, or moving the folder, does not deal anew, and copies stay together.
+        return hashlib.sha256(f"{args.seed} {item.digest}".encode()).hexdigest()
 
-    held_out = sorted(items, key=lot)[:count]
+    last = lot(sorted(items, key=lot)[count - 1])
+    held_out = [item for item in items if lot(item) <= last]
+    if len(held_out) == len(items):
+        raise RefusedError(f"--validation_split: all {len(items)} items are copies of one file.")
     for item in held_out:
         reason = "held out for validation (--validation_split)"
         item.record["decision"] = "dropped"
@@ -147,7 +150,7 @@ class Validation:
         fps=None,
     ):
         self.accelerator, self.args, self.module, self.fps = accelerator, args, module, fps
-        low, high = sigma_range
+        low, high = max(sigma_range[0], args.min_sigma), min(sigma_range[1], args.max_sigma)
         self.sigmas = [low + (band + 0.5) / NUM_BANDS * (high - low) for band in range(NUM_BANDS)]
         self.held_out = []
         if held_out:
@@ -156,30 +159,41 @@ class Validation:
         self.prompt_embeds = {text: embeds.paths[text] for text in preview_prompts(args)}
         self.pipeline, self.sample, self.place, self.load_other = pipeline, sample, place, load_other
 
-    def is_due(self, step, is_last):
+    def is_due(self, step):
         """Return whether something is to be done after an optimizer step."""
         every = self.args.validation_steps
-        return bool(self.prompts or self.held_out) and (is_last or (every is not None and step % every == 0))
+        return every is not None and step % every == 0 and bool(self.prompts or self.held_out)
+
+    def is_done(self, step):
+        """Return whether all of it is there, as it may not be where a run was killed."""
+        names = ["grid.png"] * bool(self.prompts) + ["loss.json"] * bool(self.held_out)
+        return all((self._folder(step) / name).exists() for name in names)
+
+    def _folder(self, step):
+        return pathlib.Path(self.args.output_dir) / "validation" / f"step-{step}"
 
     @torch.no_grad()
-    def run(self, step, trackers=None):
+    def run(self, step, trackers=None, is_stopped=lambda: False):
         """Make the previews and measure the loss, and write them to validation/step-`step`.
 
-        Every process must call it. The module is in training mode before and after.
+        Every process must call it. The module is in the mode afterwards that it was in before.
 
         Args:
             step (`int`): The optimizer step that was made.
             trackers (`Trackers`, *optional*): Get them too.
+            is_stopped (`Callable[[], bool]`): Asked now and then; once it says yes, the previews are given up.
         """
-        device = self.accelerator.device
+        if not (self.prompts or self.held_out):
+            return
+        device, was_training = self.accelerator.device, self.module.training
         self.module.eval()
         # The stock pipeline may draw as it likes.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             losses = self._losses() if self.held_out else None
-            previews = self._previews() if self.prompts else []
-        self.module.train()
+            previews = self._previews(is_stopped) if self.prompts else []
+        self.module.train(was_training)
         if self.accelerator.is_main_process:
-            folder = pathlib.Path(self.args.output_dir) / "validation" / f"step-{step}"
+            folder = self._folder(step)
             folder.mkdir(parents=True, exist_ok=True)
             if losses is not None:
                 self._report_losses(losses, folder, step, trackers)
@@ -217,11 +231,16 @@ class Validation:
 
     # ---- previews
 
-    def _previews(self):
-        """Return the frames of each preview, on the main process."""
+    def _previews(self, is_stopped):
+        """Return the frames of each preview; none if one of the processes was stopped."""
+
+        def look(pipeline, step, timestep, tensors):
+            pipeline._interrupt = is_stopped()
+            return {}
+
         n, rank = self.accelerator.num_processes, self.accelerator.process_index
         self.pipeline.register_modules(**{self.place: self.module.transformer})
-        if self.load_other is not None:
+        if self.load_other is not None and rank < len(self.prompts):
             self.load_other(self.pipeline)
         self.pipeline.set_progress_bar_config(
             desc="preview", leave=False, disable=not self.accelerator.is_main_process
@@ -230,15 +249,19 @@ class Validation:
         own = {}
         with _taking_turns(self.pipeline, self.module.transformer, self.accelerator.device):
             for number in range(rank, len(self.prompts), n):
-                own[number] = self.sample(
-                    self.pipeline, embeds[self.prompts[number]], embeds.get(self.args.negative_prompt)
+                prompt_embeds, negative_prompt_embeds = (
+                    embeds.get(text) for text in (self.prompts[number], self.args.negative_prompt)
                 )
+                frames = self.sample(self.pipeline, prompt_embeds, negative_prompt_embeds, callback_on_step_end=look)
+                if is_stopped():
+                    break
+                own[number] = frames
         self.pipeline.register_modules(
             **dict.fromkeys(name for name in self.pipeline.components if name.startswith("transformer"))
         )
         free_memory()
         of_all = collections.ChainMap(*gather_from_all(self.accelerator, own))
-        return [of_all[number] for number in range(len(self.prompts))]
+        return [of_all[number] for number in sorted(of_all)] if len(of_all) == len(self.prompts) else []
 
     def _report_previews(self, previews, folder, step, trackers):
         pictures, videos = {}, {}
@@ -285,7 +308,9 @@ def write_clip(path, frames, fps):
     with av.open(str(path), "w") as container:
         width, height = frames[0].size
         stream = container.add_stream("libx264", rate=rate, width=width, height=height, pix_fmt="yuv420p")
-        stream.options = {"crf": "18"}
+        stream.thread_count = 1
+        # With B-frames x264's bytes are not the same each time.
+        stream.options = {"crf": "18", "bf": "0"}
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_image(frame)))
         container.mux(stream.encode())
