@@ -665,16 +665,17 @@ def test_weights_alone_are_not_resumed_from(find, lora_run, tmp_path):
             assert text in str(error.value)
 
 
-def test_what_is_left_goes_at_the_next_save_and_newer_ones_stay(train, copy, lora_run, tmp_path):
-    """Gone on from the second of four checkpoints, one is kept of those that the new run has made."""
+def test_what_is_left_goes_at_the_next_save_and_newer_ones_are_set_aside(train, copy, lora_run, tmp_path, caplog):
+    """Gone on from the second of four checkpoints: the later ones are not the latest any more, until made again."""
     folder = tmp_path / "out"
     for step in (2, 4, 6, 8):
         copy(step)
     for name in ("checkpoint-3.tmp", "checkpoint-5.old"):
         copy(2, name)
     flags = ["--resume_from_checkpoint", str(folder / "checkpoint-4"), "--checkpoints_total_limit", "1"]
-    train(folder, *LORA, "--checkpointing_steps", "5", *flags)
-    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-6", "checkpoint-8"}
+    train(folder, *LORA, "--checkpointing_steps", "6", *flags)
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-8.replaced"}
+    assert "checkpoint-8 comes after checkpoint-4" in caplog.text and "set aside" in caplog.text
     assert result_files(folder) == result_files(lora_run)
 
 

@@ -10,7 +10,7 @@ from training.checkpoints import load_checkpoint, register_state_hooks, save_che
 from training.data.batches import load_batches
 from training.ema import WeightAverage
 from training.errors import FailedError, StoppedError
-from training.launch import StopRequest, gather_from_all, seed_module_randomness
+from training.launch import StopRequest, seed_module_randomness
 from training.module import trainable_parameters
 from training.optimizers import MasterWeights
 from training.reporting import Metrics
@@ -96,10 +96,8 @@ def train(
             with log.aside("previews"), average.applied(), metrics.aside():
                 validation.run(number, trackers, is_stopped=lambda: stop.signal != 0)
 
-        if steps and checkpoint is not None and validation is not None and validation.is_due(steps_before + step):
-            # Made after its checkpoint, so that a failure costs nothing, they may be missing.
-            if not gather_from_all(accelerator, validation.is_done(steps_before + step))[0]:
-                validate(steps_before + step)
+        if steps and checkpoint is not None and validation is not None and validation.is_missing(steps_before + step):
+            validate(steps_before + step)
         for batch in metrics.waiting_for(loader):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             with accelerator.accumulate(model):

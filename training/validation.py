@@ -164,10 +164,14 @@ class Validation:
         every = self.args.validation_steps
         return every is not None and step % every == 0 and bool(self.prompts or self.held_out)
 
-    def is_done(self, step):
-        """Return whether all of it is there, as it may not be where a run was killed."""
+    def is_missing(self, step):
+        """Return whether something was due after a step and is not there, as where a run was killed meanwhile.
+
+        A step is followed by its checkpoint first, so that previews which fail cost nothing.
+        """
         names = ["grid.png"] * bool(self.prompts) + ["loss.json"] * bool(self.held_out)
-        return all((self._folder(step) / name).exists() for name in names)
+        is_done = all((self._folder(step) / name).exists() for name in names)
+        return self.is_due(step) and not gather_from_all(self.accelerator, is_done)[0]
 
     def _folder(self, step):
         return pathlib.Path(self.args.output_dir) / "validation" / f"step-{step}"

@@ -289,18 +289,25 @@ def test_previews_are_a_phase_of_their_own(family, forecast, tiny_model, photos)
     assert phases["previews"] == sum(held.values()) - held["weights"] + peak
     made.launch = dataclasses.replace(made.launch, device_type="cpu")
     assert made.phases(plan.modes)["previews"] == sum(held.values()) + peak
-    both = (made.preview_transformers - 1) * held["weights"]
-    assert both == (held["weights"] if family == "wan_t2v_a14b" else 0)
+    # Where nothing leaves the device, a second transformer comes on top.
+    made.__dict__["_preview"] = (0, 0)
+    second = held["weights"] if family == "wan_t2v_a14b" else 0
+    sampling = made.profile.inference_bytes + made._batch_bytes
+    assert made.phases(plan.modes)["previews"] == sum(held.values()) + second + sampling
 
 
-def test_disk_that_checkpoints_take(forecast, caplog, tmp_path):
+def test_disk_that_a_run_takes(forecast, caplog, tmp_path):
     made, _ = forecast("qwen_image", "--checkpointing_steps", "2")
-    assert "at most 5 at a time" in forecasting.describe_disk(made, 10) and "another folder" not in caplog.text
+    assert "for 5 at a time" in forecasting.describe_disk(made, 10, 0) and "another folder" not in caplog.text
     made.args.checkpoints_total_limit = 2
-    assert "at most 3 at a time" in forecasting.describe_disk(made, 10)
-    assert forecasting.describe_disk(made, 1) is None, "there will be none"
+    assert "for 3 at a time" in forecasting.describe_disk(made, 10, 0)
+    assert "checkpoint" not in forecasting.describe_disk(made, 1, 0), "there will be none"
+    adapters = sum(math.prod(shape) for shape, _ in made.parameters.values())
+    assert made.result_bytes == 2 * adapters, "bf16, as --lora_dtype says"
     made._bytes["optimizer_state"] = 2**60
-    forecasting.describe_disk(made, 10)
+    forecasting.describe_disk(made, 10, 3)
+    assert "another folder" not in caplog.text, "all that there will be is there already"
+    forecasting.describe_disk(made, 10, 2)
     assert "set --checkpoints_total_limit, or give another folder" in caplog.text
 
 
