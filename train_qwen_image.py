@@ -283,9 +283,10 @@ def main(args, log):
     log.point("saving")
     if accelerator.is_main_process:
         path = save_result(args, module, prefix="transformer", export_name="transformer.{}".format)
-    log.point("previews")
-    validation.run(last_step, trackers)
-    log.point("saving")
+    if validation.is_wanted:
+        log.point("previews")
+        validation.run(last_step, trackers)
+        log.point("saving")
     if accelerator.is_main_process:
         stock = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=transformer)
         check_result(args, stock, module, dataset, path)

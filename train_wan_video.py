@@ -391,9 +391,10 @@ def main(args, log):
                 places=places,
                 further_info={"sigma_range": "{} to {}".format(*variant.sigma_range(expert))},
             )
-        log.point("previews")
-        validation.run(steps_before + last_step, trackers)
-        log.point("saving")
+        if validation.is_wanted:
+            log.point("previews")
+            validation.run(steps_before + last_step, trackers)
+            log.point("saving")
         if accelerator.is_main_process:
             stock_class = WanPipeline if task == "t2v" else WanImageToVideoPipeline
             parts = {"transformer": transformer, "transformer_2": transformer}  # it is checked in its own place

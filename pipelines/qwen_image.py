@@ -64,16 +64,16 @@ def load_preview_pipeline(pretrained_model_name_or_path, *, dtype=torch.float32,
     )
 
 
-def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, height, width, num_frames, images, seed, **settings):
+def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, guidance_scale, num_frames, images, seed, **settings):
     """Sample one picture as the stock pipeline does.
 
     Args:
         pipeline (`QwenImagePipeline`)
         prompt_embeds, negative_prompt_embeds (`torch.Tensor` of shape (L, J)): The second None: without guidance.
-        height, width (`int`): In pixels.
+        guidance_scale (`float`): What the pipeline calls `true_cfg_scale`.
         num_frames, images: For clips.
         seed (`int`): Of the noise, which is drawn on the CPU.
-        settings: `guidance_scale`, which the pipeline calls `true_cfg_scale`, and `num_inference_steps`.
+        settings: Further arguments of the pipeline: `height`, `width` in pixels, `num_inference_steps`, ...
 
     Returns:
         `list[PIL.Image.Image]`: The picture.
@@ -85,12 +85,10 @@ def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, height, width, nu
             given[f"{name}_mask"] = torch.ones(1, len(embeds), dtype=torch.bool, device=given[name].device)
     return pipeline(
         **given,
-        true_cfg_scale=settings["guidance_scale"] if negative_prompt_embeds is not None else 1.0,
-        num_inference_steps=settings["num_inference_steps"],
-        height=height,
-        width=width,
+        true_cfg_scale=guidance_scale if negative_prompt_embeds is not None else 1.0,
         max_sequence_length=pipeline.tokenizer_max_length,
         generator=torch.Generator().manual_seed(seed),
+        **settings,
     ).images
 
 

@@ -200,16 +200,15 @@ def load_preview_pipeline(pretrained_model_name_or_path, *, task, dtype=torch.fl
     return pipeline_class.from_pretrained(pretrained_model_name_or_path, dtype=dtype, **parts, **hub)
 
 
-def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, height, width, num_frames, images, seed, **settings):
+def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, images, seed, **settings):
     """Sample one clip as the stock pipeline does.
 
     Args:
         pipeline (`WanPipeline` or `WanImageToVideoPipeline`)
         prompt_embeds, negative_prompt_embeds (`torch.Tensor` of shape (L, J)): The second None: without guidance.
-        height, width (`int`), num_frames (`int`): In pixels and frames.
         images (`list[PIL.Image.Image]`): None, the first frame, or the first and the last one, of that size.
         seed (`int`): Of the noise, which is drawn on the CPU.
-        settings: `guidance_scale`, `guidance_scale_2` (of the expert for low noise) and `num_inference_steps`.
+        settings: Further arguments of the pipeline: `height`, `width` in pixels, `num_frames`, `guidance_scale`, ...
 
     Returns:
         `list[PIL.Image.Image]`: The frames.
@@ -220,9 +219,6 @@ def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, height, width, nu
     settings |= dict(zip(("image", "last_image"), images, strict=False))
     return pipeline(
         prompt_embeds=prompt_embeds[None].to(device),
-        height=height,
-        width=width,
-        num_frames=num_frames,
         generator=torch.Generator().manual_seed(seed),
         output_type="pil",
         **settings,

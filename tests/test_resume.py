@@ -27,7 +27,7 @@ import training.loop
 from memory.log import MemoryLog
 from training.arguments import parse_args
 from training.checkpoints import find_checkpoint, list_checkpoints
-from training.errors import RefusedError
+from training.errors import RefusedError, StoppedError
 from training.export import LORA_FILE
 
 
@@ -442,7 +442,7 @@ def test_disk_full_in_the_middle_of_a_checkpoint(start, train, lora_run, disk, c
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
     disk("size=16m")
     train(folder, *LORA, *SAVES, *LATEST)
-    assert "resumed after step 2," in capsys.readouterr().out
+    assert "resumed from checkpoint-2, learning rate of the next step" in capsys.readouterr().out
     assert_same_run(folder, lora_run, 9)
 
 
@@ -504,7 +504,26 @@ def test_signal(number, start, train, lora_run, tmp_path, capsys):
     said = f"stopped by {signal.Signals(number).name} after step {step}; checkpoint-{step} is complete, go on with "
     assert f"{said}--resume_from_checkpoint latest\n" in process.said
     train(folder, *LORA, *LATEST)
-    assert f"resumed after step {step}, " in capsys.readouterr().out
+    assert f"resumed from checkpoint-{step}, " in capsys.readouterr().out
+    assert_same_run(folder, lora_run, 9)
+
+
+@pytest.mark.parametrize("step", [4, 9])
+def test_signal_in_the_last_step_saves_too(step, train, lora_run, tmp_path, monkeypatch):
+    """And what is left to do then is to write the result."""
+    folder, add = tmp_path / "out", training.loop.Metrics.add
+
+    def add_and_signal(self, **record):
+        if record["step"] == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(self, **record)
+
+    with monkeypatch.context() as context:
+        context.setattr(training.loop.Metrics, "add", add_and_signal)
+        with pytest.raises(StoppedError, match=f"after step {step}; checkpoint-{step} is complete"):
+            train(folder, *LORA)
+    assert not (folder / LORA_FILE).exists()
+    train(folder, *LORA, *LATEST)
     assert_same_run(folder, lora_run, 9)
 
 
@@ -584,9 +603,10 @@ def test_signal_to_one_of_two_processes_of_a_launcher(required, port, tmp_path):
 def find(required, tmp_path):
     """Function that looks for the checkpoint of a run in tmp_path/out."""
 
-    def run(*flags, num_processes=1, resume=LATEST):
+    def run(*flags, num_processes=1, resume=LATEST, expert=None):
         flags = [*required(tmp_path / "out"), *LORA, *resume, *flags]
         args = parse_args(flags, description="", values=train_qwen_image.FAMILY)
+        args.expert = expert
         kind = types.SimpleNamespace(value="NO" if num_processes == 1 else "MULTI_CPU")
         return find_checkpoint(args, types.SimpleNamespace(num_processes=num_processes, distributed_type=kind))
 
@@ -723,6 +743,16 @@ def test_another_learning_rate_is_refused(find, copy):
     copy(4)
     with pytest.raises(RefusedError, match="--learning_rate is 0.002 and was 0.001"):
         find("--learning_rate", "2e-3")
+
+
+def test_the_second_expert_starts_from_the_same_file(find, copy):
+    """Of two experts the second one is yet to read --lora_init_path when the first one is resumed."""
+    path = copy(4) / "training_state.json"
+    state = json.loads(path.read_text())
+    state["arguments"] |= {"expert": "both", "lora_init_path": "a.safetensors"}
+    path.write_text(json.dumps(state))
+    with pytest.raises(RefusedError, match="--lora_init_path is None and was a.safetensors"):
+        find(expert="both")
 
 
 def test_other_number_of_processes_with_dropout_is_refused(find, copy):

@@ -1,7 +1,9 @@
 """Previews and the loss of what is held out, on tiny models: what they show, and that training does not feel them."""
 
 import json
+import os
 import shutil
+import signal
 
 import av
 import numpy as np
@@ -16,7 +18,7 @@ from memory import offload
 from pipelines.wan_video import NEGATIVE_PROMPT
 from training import validation
 from training.arguments import parse_args
-from training.errors import RefusedError, exit_codes
+from training.errors import RefusedError, StoppedError, exit_codes
 from training.export import LORA_FILE
 from training.flow_matching import Draw
 
@@ -139,6 +141,57 @@ def stock_frames(family, model, folders, *, guidance_scale, images=()):
     if isinstance(guidance_scale, tuple):
         guidance_scale, settings["guidance_scale_2"] = guidance_scale
     return pipeline(width=96, num_frames=5, guidance_scale=guidance_scale, **settings).frames[0]
+
+
+def test_previews_that_fail_cost_nothing(train, tmp_path, monkeypatch):
+    """Neither the checkpoint of their step nor the result; and when it is resumed, what is missing is made."""
+    flags = [*flags_of("qwen_image"), "--max_train_steps", "4", *PROMPT]
+    plain = train("qwen_image", *flags_of("qwen_image"), "--max_train_steps", "4")
+    folder, sample = tmp_path / "out", train_qwen_image.pipeline.sample
+
+    def fail(*args, **kwargs):
+        raise ValueError("no preview")
+
+    monkeypatch.setattr(train_qwen_image.pipeline, "sample", fail)
+    saving = ["--validation_steps", "2", "--checkpointing_steps", "2"]
+    with pytest.raises(ValueError, match="no preview"):
+        train("qwen_image", *flags, *saving, output_dir=folder)
+    assert files_in(folder / "checkpoint-2") and not (folder / "validation" / "step-2").exists()
+    latest = ["--resume_from_checkpoint", "latest"]
+    with pytest.raises(ValueError, match="no preview"):
+        train("qwen_image", *flags, "--checkpointing_steps", "2", *latest, output_dir=folder)
+    assert results(folder) == results(plain)
+    shutil.rmtree(folder / "checkpoint-4")
+    monkeypatch.setattr(train_qwen_image.pipeline, "sample", sample)
+    train("qwen_image", *flags, *saving, *latest, output_dir=folder)
+    shown = [name for name in files_in(folder / "validation") if "grid" in name]
+    assert shown == ["step-2/grid.png", "step-4/grid.png"] and results(folder) == results(plain)
+
+
+def test_a_signal_ends_previews_and_saves(train, tmp_path, monkeypatch):
+    """Between two steps of the sampler; what is there of them is not kept, and is made on resume."""
+    flags = [*flags_of("qwen_image"), "--max_train_steps", "4", *PROMPT, "--validation_steps", "2"]
+    flags += ["--validation_prompt", "a dog", "--num_inference_steps", "9"]
+    whole, folder, steps = train("qwen_image", *flags), tmp_path / "out", []
+    sample = train_qwen_image.pipeline.sample
+
+    def interrupted(pipeline, *args, callback_on_step_end, **kwargs):
+        def look(*state):
+            steps.append(state[1])
+            if len(steps) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return callback_on_step_end(*state)
+
+        return sample(pipeline, *args, callback_on_step_end=look, **kwargs)
+
+    monkeypatch.setattr(train_qwen_image.pipeline, "sample", interrupted)
+    with pytest.raises(StoppedError, match="stopped by SIGTERM after step 2; checkpoint-2 is complete"):
+        train("qwen_image", *flags, output_dir=folder)
+    assert steps == [0, 1, 2] and not list((folder / "validation").rglob("*.png"))
+    train("qwen_image", *flags, "--resume_from_checkpoint", "latest", output_dir=folder)
+    assert results(folder) == results(whole)
+    for name in files_in(whole / "validation"):
+        assert (folder / "validation" / name).read_bytes() == (whole / "validation" / name).read_bytes(), name
 
 
 @pytest.fixture(scope="module")
@@ -267,6 +320,16 @@ def test_what_is_held_out_depends_on_seed_and_files_only(train, photos, tmp_path
     (moved / "green.txt").write_text("green")
     assert len(held_out(train, *split, dataset=moved) & expected) >= 1, "two of six: at most the new one is dealt in"
     assert len(held_out(train, "--validation_split", "0.01")) == 1
+
+
+def test_copies_of_a_picture_are_on_one_side(train, photos, tmp_path):
+    for k in range(4):
+        for name in ("astronaut", "chelsea", "coffee"):
+            for suffix in (".png", ".txt"):
+                shutil.copy(photos / f"{name}{suffix}", tmp_path / f"{name}{k}{suffix}")
+    flags = [*flags_of("qwen_image"), "--max_train_steps", "1", "--validation_split", "0.2", "--dry_run"]
+    held_out = held_out_of(train("qwen_image", *flags, dataset=tmp_path))
+    assert len(held_out) == 4 and len({name[:4] for name in held_out}) == 1
 
 
 def test_nothing_left_to_train_is_refused(train, capsys):

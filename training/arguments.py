@@ -430,8 +430,6 @@ _EXCLUSIVE = (
     (("max_train_steps",), ("num_train_epochs",)),
     (("max_pixels",), ("height", "width")),
     (("memory_budget",), _MANUAL_MEMORY_FLAGS),
-    (("datasets",), DATASET_FLAGS),
-    (("bucket_config",), _SIZE_FLAGS),
 )
 
 # Flags that are for some families only, which name them in their values under "flags".

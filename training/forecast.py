@@ -277,8 +277,7 @@ class RunForecast:
         """Return what of it one process holds all the time, and its gradients at the optimizer step."""
         whole, n = self._bytes, num_processes
         fixed = {key: whole[key] for key in ("weights", "adapters", "masters", "optimizer_state")}
-        if self.args.ema and not self.args.offload_ema:
-            fixed["ema"] = whole["ema"]
+        fixed["ema"] = 0 if self.args.offload_ema else whole["ema"]
         fixed["gradients"] = 0
         at_step = whole["fp32_gradients"]
         if strategy == "single":

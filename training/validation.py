@@ -159,10 +159,15 @@ class Validation:
         self.prompt_embeds = {text: embeds.paths[text] for text in preview_prompts(args)}
         self.pipeline, self.sample, self.place, self.load_other = pipeline, sample, place, load_other
 
+    @property
+    def is_wanted(self):
+        """Whether there is anything to do, after the last step if at no other."""
+        return bool(self.prompts or self.held_out)
+
     def is_due(self, step):
         """Return whether something is to be done after an optimizer step."""
         every = self.args.validation_steps
-        return every is not None and step % every == 0 and bool(self.prompts or self.held_out)
+        return self.is_wanted and every is not None and step % every == 0
 
     def is_missing(self, step):
         """Return whether something was due after a step and is not there, as where a run was killed meanwhile.
@@ -187,8 +192,6 @@ class Validation:
             trackers (`Trackers`, *optional*): Get them too.
             is_stopped (`Callable[[], bool]`): Asked now and then; once it says yes, the previews are given up.
         """
-        if not (self.prompts or self.held_out):
-            return
         device, was_training = self.accelerator.device, self.module.training
         self.module.eval()
         # The stock pipeline may draw as it likes.

@@ -480,3 +480,38 @@ def test_report_to(config, text, names):
 def test_unknown_trackers(config, text):
     assert "allowed is tensorboard, wandb, trackio" in refused(f"--report_to={text}")
     assert "allowed is tensorboard, wandb, trackio" in refused(*config(f"report_to: '{text}'"))
+
+
+@pytest.mark.parametrize(
+    "first, flags, expected",
+    [
+        ("max_train_steps: 5", ["--num_train_epochs", "3"], {"max_train_steps": None, "num_train_epochs": 3}),
+        ("height: 64\nwidth: 64", ["--max_pixels", "4096"], {"height": None, "width": None, "max_pixels": 4096}),
+        ("max_pixels: 4096", ["--height", "64", "--width", "64"], {"height": 64, "max_pixels": None}),
+        (
+            "use_gradient_checkpointing: true",
+            ["--memory_budget", "1GiB"],
+            {"use_gradient_checkpointing": False, "memory_budget": 2**30},
+        ),
+    ],
+)
+def test_what_comes_later_wins_over_what_cannot_stand_beside_it(first, flags, expected, config):
+    args = vars(parse(*config(first), *flags))
+    assert {name: args[name] for name in expected} == expected
+    with pytest.raises(RefusedError):
+        parse(*config(first + "\n" + "\n".join(f"{k[2:]}: {v}" for k, v in zip(flags[::2], flags[1::2], strict=True))))
+
+
+def test_a_run_json_is_read_as_json(tmp_path):
+    """YAML would refuse a delete character, and make a blank of a next line."""
+    written = vars(parse("--validation_prompt", "a\x7fb\x85c\u2028d", "--optimizer_args", "betas=(0.8,0.9)"))
+    written["optimizer_args"] |= {"name": "1", "amsgrad": False}
+    (tmp_path / "run.json").write_text(json.dumps({"arguments": written, "versions": {}}, ensure_ascii=False))
+    args = parse("--config", str(tmp_path / "run.json"))
+    assert args.validation_prompt == ["a\x7fb\x85c\u2028d"]
+    assert args.optimizer_args == {"betas": (0.8, 0.9), "name": "1", "amsgrad": False}
+
+
+def test_zero_is_a_decay_too():
+    assert "--ema_decay has no effect without --ema" in refused("--ema_decay", "0")
+    assert parse("--ema", "--ema_decay", "0").ema_decay == 0
