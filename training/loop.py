@@ -10,7 +10,7 @@ from training.checkpoints import load_checkpoint, register_state_hooks, save_che
 from training.data.batches import load_batches
 from training.ema import WeightAverage
 from training.errors import FailedError, StoppedError
-from training.launch import StopRequest, seed_module_randomness
+from training.launch import StopRequest, gather_from_all, seed_module_randomness
 from training.module import trainable_parameters
 from training.optimizers import MasterWeights
 from training.reporting import Metrics
@@ -89,7 +89,8 @@ def train(
     )
     liveness = GradientLiveness(trainable_parameters(module))
     log.watch(module, optimizer, step=steps_before + steps.start, average=average.tensors)
-    step, losses, sample_losses, num_skipped = steps.start - 1, [], [], 0
+    step, losses, sample_losses = steps.start - 1, [], []
+    num_skipped = gather_from_all(accelerator, metrics.num_skipped)[0]
     with StopRequest(accelerator) as stop, metrics:
 
         def validate(number):

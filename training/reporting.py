@@ -167,6 +167,9 @@ class Metrics:
         resumed_path (`pathlib.Path`, *optional*): The metrics.jsonl of the run that is resumed, if not in this folder.
         trackers (`Trackers`, *optional*): Get the numbers too.
         expert (`str`, *optional*), steps_before (`int`): See `train`.
+
+    Attributes:
+        num_skipped (`int`): On the main process, how many of the last steps before a resume were left out.
     """
 
     def __init__(
@@ -186,7 +189,7 @@ class Metrics:
         self.accelerator, self.path = accelerator, pathlib.Path(path)
         self.batches, self.dataset, self.log, self.trackers = batches, dataset, log, trackers
         self.expert, self.steps_before = expert, steps_before
-        self.pending, self.waiting_seconds = [], 0.0
+        self.pending, self.waiting_seconds, self.num_skipped = [], 0.0, 0
         self.start_time = time.perf_counter()
         self.process = psutil.Process()
         self.last_parked = offload.counters()
@@ -199,6 +202,7 @@ class Metrics:
             if len(kept) != first - 1:
                 logger.warning("%s lacks %d of the steps before step %d", self.path, first - 1 - len(kept), first)
             write_json_lines(self.path, kept)
+            self.num_skipped = len(list(itertools.takewhile(lambda line: line["grad_norm"] is None, reversed(kept))))
         desc, shown = f"training {expert or ''}".rstrip(), accelerator.is_main_process
         self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc=desc, disable=not shown)
 

@@ -331,12 +331,15 @@ class _TakeTurns(ModelHook):
 
     def __init__(self, parts, device):
         self.parts, self.execution_device = parts, device
+        self.at_work = None
 
     def pre_forward(self, module, *args, **kwargs):
-        for part in self.parts:
-            if part is not module:
-                _move_frozen(part, "cpu")
-        _move_frozen(module, self.execution_device)
+        if module is not self.at_work:
+            self.at_work = module
+            for part in self.parts:
+                if part is not module:
+                    _move_frozen(part, "cpu")
+            _move_frozen(module, self.execution_device)
         return args, kwargs
 
 
@@ -351,10 +354,11 @@ def _move_frozen(module, device):
 def _taking_turns(pipeline, trained, device):
     """Context in which the parts of a pipeline have the device one at a time; then `trained` has it."""
     parts = [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
+    turns = _TakeTurns(parts, device)
     for part in parts:
         if part is not trained:
             part.requires_grad_(False)
-        add_hook_to_module(part, _TakeTurns(parts, device))
+        add_hook_to_module(part, turns)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import traceback
+import types
 
 import pytest
 import torch
@@ -218,3 +219,13 @@ def test_logging_steps(tmp_path, monkeypatch):
     run(tmp_path, "--max_train_steps", "7", "--logging_steps", "3")
     assert written == [3, 6, 7]
     assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, 8))
+
+
+def test_steps_left_out_before_a_resume_count(tmp_path):
+    lines = [{"step": step, "grad_norm": norm} for step, norm in enumerate((None, 1.0, None, None, None), 1)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for first, expected in ((2, 1), (3, 0), (5, 2), (6, 3)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        main = types.SimpleNamespace(is_main_process=True)
+        assert Metrics(main, path, range(first, 9), None, None, log=None).num_skipped == expected
