@@ -314,10 +314,10 @@ def kill_and_resume(begin, folder, moments, num_steps, seed):
 def test_killed_again_and_again(seed, start, whole, tmp_path):
     """SIGKILL at moments of two runs, the one with fp32 masters of bf16 weights: as if they never stopped.
 
-    At 9 moments, or at 31: starting takes time.
+    At 23 moments, or at 44.
     """
     lora, full = (*LORA, *SAVES), (*FULL,)
-    often = 4 if seed else 1
+    often = 6 if seed else 3
     runs = {
         # Keeps two checkpoints, and encodes all anew.
         lora: (
