@@ -68,7 +68,7 @@ from training.export import check_result, save_result
 from training.flow_matching import sigma_law
 from training.forecast import Launch, RunForecast, plan_memory
 from training.hub import open_repository, push
-from training.launch import make_output_dir, start_accelerator
+from training.launch import make_output_dir, start_accelerator, wait_for_all
 from training.loop import train
 from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
@@ -291,7 +291,7 @@ def main(args, log):
         stock = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=transformer)
         check_result(args, stock, module, dataset, path)
         run.finish()
-    accelerator.wait_for_everyone()
+    wait_for_all(accelerator)
     trackers.finish()
     accelerator.end_training()
     push(args, repo_id)

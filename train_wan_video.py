@@ -75,7 +75,7 @@ from training.export import LORA_FILE, check_result, load_result, save_result
 from training.flow_matching import sigma_law
 from training.forecast import Launch, RunForecast, plan_memory
 from training.hub import open_repository, push
-from training.launch import make_output_dir, start_accelerator
+from training.launch import make_output_dir, start_accelerator, wait_for_all
 from training.loop import train
 from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
@@ -400,7 +400,7 @@ def main(args, log):
             parts = {"transformer": transformer, "transformer_2": transformer}  # it is checked in its own place
             stock = stock_class(scheduler=None, vae=None, text_encoder=None, tokenizer=None, **parts)
             check_result(args, stock, module, dataset, path, expert=expert, places=places)
-        accelerator.wait_for_everyone()
+        wait_for_all(accelerator)
 
     for stage, expert in enumerate(experts):
         if resumed["step"] <= (stage + 1) * last_step:  # else its file is there already

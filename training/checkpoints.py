@@ -13,7 +13,7 @@ import torch
 from training.arguments import CONFIG_ONLY
 from training.errors import FailedError, RefusedError
 from training.files import delete_folder, rename_folder
-from training.launch import gather_from_all
+from training.launch import gather_from_all, wait_for_all
 
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ def save_checkpoint(accelerator, args, step, batches):
     final, beside = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.tmp"
     if accelerator.is_main_process:
         _delete_unfinished(output_dir)
-    accelerator.wait_for_everyone()
+    wait_for_all(accelerator)
     kwargs = {"exclude_frozen_parameters": True} if uses_deepspeed(accelerator) else {}
     _all_or_none(accelerator, final.name, beside, lambda: accelerator.save_state(beside, **kwargs))
 
@@ -240,7 +240,7 @@ def save_checkpoint(accelerator, args, step, batches):
     if accelerator.is_main_process and args.checkpoints_total_limit is not None:
         for old in list(list_checkpoints(output_dir).values())[: -args.checkpoints_total_limit]:
             delete_folder(old)
-    accelerator.wait_for_everyone()
+    wait_for_all(accelerator)
 
 
 def _all_or_none(accelerator, name, beside, write):
@@ -296,7 +296,7 @@ def load_checkpoint(accelerator, path, lr_scheduler):
                     "%s comes after %s, from which this run goes on: it is set aside as %s until there is a new one",
                     *(later, path.name, _set_aside(later).name),
                 )
-    accelerator.wait_for_everyone()
+    wait_for_all(accelerator)
     kwargs = {"load_module_strict": False} if uses_deepspeed(accelerator) else {}
     accelerator.load_state(path, **kwargs)
     # The rate in the state was made by the schedule of that run, whose end may be this one's middle.

@@ -146,6 +146,11 @@ def gather_from_all(accelerator, value):
     return values
 
 
+def wait_for_all(accelerator):
+    """Wait until all processes are here, also for one that writes for longer than collectives may take."""
+    gather_from_all(accelerator, None)
+
+
 class StopRequest:
     """Context in which SIGTERM and SIGINT do not end the process, but ask for an end after the step at work.
 
