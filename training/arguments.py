@@ -401,8 +401,8 @@ FLAGS = {
             "config",
             str,
             None,
-            "YAML file with the same keys as the flags, and datasets and bucket_config (see README.md), or run.json of "
-            "a run. Repeatable: a later file wins, and flags win over all.",
+            "YAML file with the same keys as the flags, and datasets and bucket_config (see README.md), or a "
+            "run.json. Repeatable: a later file wins, and flags win over all.",
         ),
     ],
 }
