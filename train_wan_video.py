@@ -379,6 +379,7 @@ def main(args, log):
             trackers=trackers,
             expert=expert,
             steps_before=steps_before,
+            is_followed=expert != experts[-1],
         )
         log.point("saving")
         if accelerator.is_main_process:

@@ -536,7 +536,7 @@ def test_second_interrupt_ends_at_once(start, tmp_path):
     assert process.poll() is None
     process.signal(signal.SIGINT)
     assert process.wait(timeout=3) == 1
-    assert process.error == "error: interrupted; nothing was saved after the last checkpoint"
+    assert process.error == "error: interrupted; what was complete before still is"
 
 
 def two_ranks(start, folder, *flags, port):
@@ -737,6 +737,40 @@ def test_half_of_a_run_and_the_rest(train, lora_run, tmp_path, monkeypatch):
     assert_same_run(folder, lora_run, 9)
     assert len(loaded) == len(load_file(folder / "checkpoint-4" / "trainable.safetensors"))
     assert all(state["step"] == 4 and state["exp_avg"].any() and state["exp_avg_sq"].any() for state in loaded)
+
+
+def test_a_step_may_be_split_in_another_way(train, tmp_path):
+    """From a checkpoint after an odd number of micro-batches: steps begin where they began."""
+    flags = ["--height", "64", "--width", "64", "--mixed_precision", "no", *RANK, "--max_train_steps", "4"]
+    flags += ["--learning_rate", "1e-3", "--logging_steps", "1"]
+    whole = train(tmp_path / "whole", *flags, "--train_batch_size", "2", "--checkpointing_steps", "1")
+    shutil.copytree(whole / "checkpoint-1", tmp_path / "out" / "checkpoint-1")
+    folder = train(tmp_path / "out", *flags, "--gradient_accumulation_steps", "2", *LATEST)
+    for name in ("loss", "grad_norm"):
+        expected = [line[name] for line in metrics(whole)][1:]
+        assert [line[name] for line in metrics(folder)] == pytest.approx(expected, rel=1e-4)
+
+
+def test_later_checkpoints_are_set_aside_for_one_of_another_folder(train, copy, lora_run, tmp_path):
+    """Or rotation would take the new ones for the old ones; and what it was set aside from can be named again."""
+    folder = tmp_path / "out"
+    copy(8)
+    flags = ["--checkpointing_steps", "6", "--checkpoints_total_limit", "1"]
+    train(folder, *LORA, *flags, "--resume_from_checkpoint", str(lora_run / "checkpoint-4"))
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-8.replaced"}
+    assert_same_run(folder, lora_run, 9)
+    (folder / LORA_FILE).unlink()
+    train(folder, *LORA, "--resume_from_checkpoint", str(folder / "checkpoint-8.replaced"))
+    assert result_files(folder) == result_files(lora_run)
+
+
+def test_a_dry_run_keeps_the_record_of_a_run(train, tmp_path):
+    flags = ["--height", "64", "--width", "64", *RANK, "--max_train_steps", "1"]
+    folder = train(tmp_path / "out", *flags)
+    before = (folder / "run.json").read_bytes()
+    train(folder, *flags, "--dry_run")
+    assert (folder / "run.json").read_bytes() == before
+    assert json.loads((folder / "dry_run.json").read_text())["arguments"]["dry_run"] is True
 
 
 def test_another_learning_rate_is_refused(find, copy):

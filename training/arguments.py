@@ -430,6 +430,8 @@ _EXCLUSIVE = (
     (("max_train_steps",), ("num_train_epochs",)),
     (("max_pixels",), ("height", "width")),
     (("memory_budget",), _MANUAL_MEMORY_FLAGS),
+    (("datasets",), DATASET_FLAGS),
+    (("bucket_config",), _SIZE_FLAGS),
 )
 
 # Flags that are for some families only, which name them in their values under "flags".
@@ -603,7 +605,7 @@ def _read_record(text):
     if not (isinstance(content, dict) and isinstance(content.get("arguments"), dict) and "versions" in content):
         return None
     # The whole of the run is meant, and what was in its config files stands in it.
-    return content["arguments"] | dict.fromkeys(("config", "resume_from_checkpoint"))
+    return content["arguments"] | dict.fromkeys(("config", "resume_from_checkpoint", "dry_run"))
 
 
 def _as_text(value):

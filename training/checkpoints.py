@@ -269,10 +269,6 @@ def _delete_unfinished(output_dir):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _number(path):
-    return int(path.name.rpartition("-")[2])
-
-
 def _set_aside(path):
     return path.with_name(path.name + ".replaced")
 
@@ -285,20 +281,21 @@ def load_checkpoint(accelerator, path, lr_scheduler):
         lr_scheduler (`LambdaLR`): That of this run; what it says holds, also where the length of the run changed.
     """
     if accelerator.is_main_process:
-        output_dir = pathlib.Path(accelerator.project_dir)
+        output_dir, step = pathlib.Path(accelerator.project_dir), _read_state(path)["step"]
         _delete_unfinished(output_dir)  # no later save might do it
-        for later in list_checkpoints(output_dir).values():
-            if path.resolve().parent == output_dir.resolve() and _number(later) > _number(path):
-                # Or `latest` would go on from them before this run is as far.
-                delete_folder(_set_aside(later))
-                later.rename(_set_aside(later))
-                logger.warning(
-                    "%s comes after %s, from which this run goes on: it is set aside as %s until there is a new one",
-                    *(later, path.name, _set_aside(later).name),
-                )
+        for later in [other for number, other in list_checkpoints(output_dir).items() if number > step]:
+            # Or `latest` would go on from them before this run is as far.
+            delete_folder(_set_aside(later))
+            later.rename(_set_aside(later))
+            logger.warning(
+                "%s comes after %s, from which this run goes on: it is set aside as %s until there is a new one",
+                *(later, path.name, _set_aside(later).name),
+            )
     wait_for_all(accelerator)
     kwargs = {"load_module_strict": False} if uses_deepspeed(accelerator) else {}
     accelerator.load_state(path, **kwargs)
+    # It counts micro-batches, which may be others of one step now; a checkpoint is of the end of one.
+    accelerator.step = 0
     # The rate in the state was made by the schedule of that run, whose end may be this one's middle.
     factors = [rate(lr_scheduler.last_epoch) for rate in lr_scheduler.lr_lambdas]
     rates = [base * factor for base, factor in zip(lr_scheduler.base_lrs, factors, strict=True)]

@@ -37,7 +37,7 @@ def exit_codes(*failures):
             print(stopped, file=sys.stderr)
         sys.exit(3)
     except KeyboardInterrupt:
-        print("error: interrupted; nothing was saved after the last checkpoint", file=sys.stderr)
+        print("error: interrupted; what was complete before still is", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
         if error.errno not in _DISK_ERRORS:

@@ -56,8 +56,8 @@ def rename_folder(beside, path):
 
 def delete_folder(path):
     """Delete a folder, if it is there, so that it is never there in part under its name."""
+    old = path.with_name(path.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
     if path.exists():
-        old = path.with_name(path.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
         shutil.rmtree(old)

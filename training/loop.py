@@ -32,6 +32,7 @@ def train(
     trackers=None,
     expert=None,
     steps_before=0,
+    is_followed=False,
 ):
     """Train `module` in place. With --ema it has the averaged weights at the end.
 
@@ -51,6 +52,7 @@ def train(
         steps_before (`int`):
             Steps that the run made on another transformer. They count in the numbers of checkpoints and in the record
             of the run, not in the schedule or in what is drawn: those are as in a run of this transformer alone.
+        is_followed (`bool`): The run goes on with another transformer; its checkpoints begin with one of this end.
 
     Raises:
         FailedError: A trainable tensor gets no gradient, a loss is not finite, or a checkpoint cannot be written.
@@ -99,6 +101,8 @@ def train(
 
         if steps and checkpoint is not None and validation is not None and validation.is_missing(steps_before + step):
             validate(steps_before + step)
+            if stopped_by := stop.agreed():
+                raise StoppedError(f"stopped by {stopped_by}; {checkpoint} is complete, go on from there")
         for batch in metrics.waiting_for(loader):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             with accelerator.accumulate(model):
@@ -141,7 +145,9 @@ def train(
             if step == steps[: 2 if accelerator.num_processes == 1 else 1][-1]:
                 liveness.check()
             number, is_last = steps_before + step, step == steps[-1]
-            saves = args.checkpointing_steps is not None and number % args.checkpointing_steps == 0
+            saves = args.checkpointing_steps is not None and (
+                number % args.checkpointing_steps == 0 or (is_last and is_followed)
+            )
             validates = not is_last and validation is not None and validation.is_due(number)
             if saves or validates or is_last or is_skipped or step % args.logging_steps == 0:
                 metrics.flush()

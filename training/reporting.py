@@ -20,7 +20,7 @@ from memory import offload
 from training.checkpoints import list_checkpoints
 from training.data.report import describe_data
 from training.errors import FailedError
-from training.files import whole_file, write_json_lines, write_text
+from training.files import delete_folder, whole_file, write_json_lines, write_text
 from training.forecast import check_fits, compare_forecast, describe_disk, describe_forecast
 from training.launch import gather_from_all
 from training.trackers import draw_metrics
@@ -119,11 +119,11 @@ class RunRecord:
             "data": self.log.data,
         }
         self.content |= {"measured": measured, "memory_points": self.log.points}
-        self._write()
         with whole_file(self.output_dir / "memory.png") as picture:
             self.log.plot(picture, forecast_bytes=self.log.forecast_bytes)
         with whole_file(self.output_dir / "metrics.png") as picture:
             draw_metrics(picture, steps, self._validation_losses(steps))
+        self._write()  # says that all else is there
         print("\n".join(compare_forecast(self.content["forecast"], measured)))
         if measured["parked_bytes"] or (self.log.parking and self.log.parking["blocks_refused"]):
             print(
@@ -145,7 +145,12 @@ class RunRecord:
 
     def _write(self):
         text = json.dumps(self.content, indent=2, ensure_ascii=False)
-        write_text(self.output_dir / "run.json", text + "\n")
+        path = self.output_dir / "run.json"
+        if self.content["arguments"]["dry_run"] and path.exists():
+            with contextlib.suppress(ValueError, KeyError):
+                if not json.loads(path.read_text(encoding="utf-8"))["arguments"]["dry_run"]:
+                    path = self.output_dir / "dry_run.json"  # the other is the record of a run
+        write_text(path, text + "\n")
 
 
 def read_metrics(path):
@@ -196,12 +201,15 @@ class Metrics:
         self.last_time = time.perf_counter()
         if accelerator.is_main_process:
             first = steps_before + steps.start
-            sources = [source for source in (self.path, resumed_path) if source is not None and source.exists()]
+            sources = [source for source in (resumed_path, self.path) if source is not None and source.exists()]
             kept = read_metrics(sources[0]) if first > 1 and sources else []
             kept = [line for line in kept if line["step"] < first]
             if len(kept) != first - 1:
                 logger.warning("%s lacks %d of the steps before step %d", self.path, first - 1 - len(kept), first)
             write_json_lines(self.path, kept)
+            for folder in self.path.parent.glob("validation/step-*"):
+                if int(folder.name.rpartition("-")[2]) >= first:
+                    delete_folder(folder)  # of a run before, or to be made again
             self.num_skipped = len(list(itertools.takewhile(lambda line: line["grad_norm"] is None, reversed(kept))))
         desc, shown = f"training {expert or ''}".rstrip(), accelerator.is_main_process
         self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc=desc, disable=not shown)

@@ -293,7 +293,9 @@ def test_structured_settings_are_refused_by_place(config, text, said):
 
 def test_datasets_and_a_dataset_path_contradict_each_other(config):
     with pytest.raises(RefusedError, match="Give --dataset_path, or datasets in a config file, not both"):
-        parse_structured(config, "datasets: [{dataset_path: a}]", REQUIRED)
+        parse_structured(config, "datasets: [{dataset_path: a}]\ndataset_path: b")
+    args = parse_structured(config, "datasets: [{dataset_path: a}]", REQUIRED)
+    assert args.datasets is None and args.dataset_path == "data", "flags win over all"
     with pytest.raises(RefusedError, match="unknown flag --datasets|Unknown flag --datasets"):
         parse("--datasets", "x")
 
