@@ -204,12 +204,9 @@ class MemoryLog:
             actual = {"of host memory in use": self._process.memory_info().rss}
             if self._step is not None and self.watched.peak_bytes:
                 actual["at the peak of the first steps' tensors"] = self.watched.peak_bytes
-        is_training = self._aside is None
-        forecast = (
-            ""
-            if self.forecast_bytes is None or not is_training
-            else f"Forecast for training: {_size(self.forecast_bytes)}; "
-        )
+        forecast = ""
+        if self.forecast_bytes is not None and self._aside is None:
+            forecast = f"Forecast for training: {_size(self.forecast_bytes)}; "
         actual = ", ".join(f"{_size(num_bytes)} {what}" for what, num_bytes in actual.items())
         sentences.append(f"{forecast}{'actual' if forecast else 'Actual'}: {actual}.")
         if self.suggestions is not None:

@@ -122,7 +122,7 @@ class RunRecord:
         with whole_file(self.output_dir / "memory.png") as picture:
             self.log.plot(picture, forecast_bytes=self.log.forecast_bytes)
         with whole_file(self.output_dir / "metrics.png") as picture:
-            draw_metrics(picture, steps, self._validation_losses(steps))
+            draw_metrics(picture, steps, self._validation_losses())
         self._write()  # says that all else is there
         print("\n".join(compare_forecast(self.content["forecast"], measured)))
         if measured["parked_bytes"] or (self.log.parking and self.log.parking["blocks_refused"]):
@@ -131,17 +131,11 @@ class RunRecord:
             )
         print(self.log.table())
 
-    def _validation_losses(self, steps):
-        """Return [(step, loss of what is held out)] of this run; the folder may hold some of others."""
-        args = self.content["arguments"]
-        if not args["validation_split"]:
-            return []
-        last_steps, every = {line.get("expert"): line["step"] for line in steps}.values(), args["validation_steps"]
-        due = [line["step"] for line in steps if every is not None and line["step"] % every == 0]
-        due = sorted({*due, *last_steps})
-        files = [self.output_dir / "validation" / f"step-{step}" / "loss.json" for step in due]
-        records = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
-        return [(record["step"], record["loss"]) for record in records]
+    def _validation_losses(self):
+        """Return [(step, loss of what is held out)]; what runs before have left went when this one started."""
+        files = self.output_dir.glob("validation/step-*/loss.json")
+        records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        return sorted((record["step"], record["loss"]) for record in records)
 
     def _write(self):
         text = json.dumps(self.content, indent=2, ensure_ascii=False)
