@@ -11,8 +11,8 @@ the device's memory is let go when the next group is parked. So the newest group
 begins. There a block's recomputation starts the reload of the group before it: one group ahead, never more, or the
 host, which runs ahead of the device, would allocate them all at once. Streams wait for each other, the host for none.
 
-A limit on the bytes that are parked at a time can be set. A block call that finds it used up, or no host memory that
-can be pinned, keeps its inputs on the device and is recomputed from there: counted, said once, never an error.
+A limit on the host memory that is taken can be set. A block call that finds it used up, or no host memory that can be
+pinned, keeps its inputs on the device and is recomputed from there: counted, said once, never an error.
 
 Who owns a parked tensor: the autograd graph, through the checkpoint's saved arguments, and nothing else. A graph that
 is dropped, an exception in the middle of a step, two forwards before a backward: the host copies go with their graph.
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # Smaller tensors stay on the device: their copy costs more than their memory is worth.
 MIN_PARKED_BYTES = 1 << 20
 
-# Bytes that this process may have parked at a time; None: no limit.
+# Bytes of host memory that this process may take; None: no limit.
 _limit_bytes = None
 _said = set()  # reasons for which a block call was refused, of which the user knows
 
@@ -70,7 +70,7 @@ def counters():
     copiers = _copiers.values()
     return {
         **_counters,
-        "slab_bytes": sum(copier.pool.slab_bytes for copier in copiers),
+        "slab_bytes": _slab_bytes(),
         "waits": sum(copier.num_waits for copier in copiers),
         "unsatisfied_waits": sum(copier.num_unsatisfied_waits() for copier in copiers),
     }
@@ -85,7 +85,10 @@ def reset_counters():
 
 
 def set_limit(num_bytes):
-    """Park at most `num_bytes` at a time from now on, None: without a limit. What is parked already stays."""
+    """Take at most `num_bytes` of host memory from now on, None: without a limit. What is parked already stays.
+
+    It is the memory that counts, not what is parked in it: a pinned allocation is rounded up to a power of two.
+    """
     global _limit_bytes
     _limit_bytes = num_bytes
     _said.clear()
@@ -95,6 +98,10 @@ def release_pool():
     """Free the host memory that no parked tensor uses. It is otherwise kept for the next step."""
     for copier in _copiers.values():
         copier.pool.release()
+
+
+def _slab_bytes():
+    return sum(copier.pool.slab_bytes for copier in _copiers.values())
 
 
 def _copier(device):
@@ -307,30 +314,38 @@ def _reserve(block, tensors):
         if storage is not None and storage._cdata not in _sightings:
             new.setdefault(storage._cdata, (position, storage))
     needed, in_use = sum(storage.nbytes() for _, storage in new.values()), _counters["pool_bytes"]
-    name = type(block).__name__
-    if new and _limit_bytes is not None and in_use + needed > _limit_bytes:
-        _refuse(
-            "Of %d bytes for parked inputs %d are in use, and a %s needs %d: its inputs stay on the device, as do "
-            "those of further blocks that find no room. Raise --offload_buffer_size to park them.",
-            *(_limit_bytes, in_use, name, needed),
-        )
-        return {}
-    buffers = {}
+    name, buffers = type(block).__name__, {}
+    has_room = _limit_bytes is None or in_use + needed <= _limit_bytes
     try:
         for position, storage in new.values():
-            pool = _copier(storage.device).pool
-            room = None if _limit_bytes is None else max(0, _limit_bytes - pool.slab_bytes)
-            buffers[position] = pool.take(storage.nbytes(), room)
+            room = None if _limit_bytes is None else _limit_bytes - _slab_bytes()
+            buffer = _copier(storage.device).pool.take(storage.nbytes(), room) if has_room else None
+            if buffer is None:
+                has_room = False
+                break
+            buffers[position] = buffer
     except RuntimeError as error:  # Not pageable memory instead: copies to it hold the computation up.
-        for buffer in buffers.values():
-            buffer.give_back()
+        _give_back(buffers)
         _refuse(
             "Beside %d bytes of parked inputs, host memory for the %d of a %s was refused (%s): they stay on the "
             "device, as do those of further blocks while it is. Lower --offload_buffer_size to ask for less.",
             *(in_use, needed, name, error),
         )
-        return {}
+    if new and not has_room:
+        _give_back(buffers)
+        _refuse(
+            "Of %d bytes of host memory for parked inputs %d are taken, %d of them are in use, and a %s needs %d: its "
+            "inputs stay on the device, as do those of further blocks that find no room. Raise --offload_buffer_size "
+            "to park them.",
+            *(_limit_bytes, _slab_bytes(), in_use, name, needed),
+        )
     return buffers
+
+
+def _give_back(buffers):
+    for buffer in buffers.values():
+        buffer.give_back()
+    buffers.clear()
 
 
 def _refuse(message, *values):

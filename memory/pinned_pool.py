@@ -6,13 +6,19 @@ and pinning takes long. So slabs are kept, and used again in every step.
 
 import bisect
 import collections
+import math
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 
 ALIGNMENT = 256  # bytes: what copy engines like, and a multiple of the size of every dtype
-TENSORS_PER_SLAB = 8
+TENSORS_PER_SLAB = 8  # fewer where there is no memory for as many
+
+
+def allocated_bytes(num_bytes, pin_memory):
+    """Return what an allocation of host memory takes: torch rounds a pinned one up to a power of two."""
+    return 1 << (num_bytes - 1).bit_length() if pin_memory else num_bytes
 
 
 class Buffer:
@@ -37,6 +43,7 @@ class HostPool:
     def __init__(self, pin_memory):
         self.pin_memory = pin_memory
         self._slabs = []
+        self._refused_bytes = math.inf
 
     @property
     def slab_bytes(self):
@@ -44,27 +51,44 @@ class HostPool:
         return sum(len(slab.bytes) for slab in self._slabs)
 
     def take(self, num_bytes, room=None):
-        """Return a `Buffer` of `num_bytes`.
+        """Return a `Buffer` of `num_bytes`, None if there is no room for one.
 
         Args:
             num_bytes (`int`): More than zero.
-            room (`int`, *optional*): A new slab should not be larger than this, unless the buffer is.
+            room (`int`, *optional*): The most bytes that a new slab may take.
 
         Raises:
-            RuntimeError: There is no host memory for a new slab, or it cannot be pinned.
+            RuntimeError: There is no host memory for a new slab of any size, or it cannot be pinned.
         """
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         for slab in self._slabs:
             if (offset := slab.take(size)) is not None:
                 return Buffer(slab, offset, size, num_bytes)
-        wanted = TENSORS_PER_SLAB * size if room is None else min(TENSORS_PER_SLAB * size, room)
-        slab = _Slab(1 << (max(size, wanted) - 1).bit_length(), self.pin_memory)
+        slab = self._new_slab(size, room)
+        if slab is None:
+            return None
         self._slabs.append(slab)
         return Buffer(slab, slab.take(size), size, num_bytes)
+
+    def _new_slab(self, size, room):
+        num_tensors, refused = TENSORS_PER_SLAB, None
+        while num_tensors > 0:
+            slab_bytes = allocated_bytes(num_tensors * size, self.pin_memory)
+            # What was refused is not asked for again: to lock much memory takes long also where it fails.
+            if (room is None or slab_bytes <= room) and (num_tensors == 1 or slab_bytes < self._refused_bytes):
+                try:
+                    return _Slab(slab_bytes, self.pin_memory)
+                except RuntimeError as error:
+                    refused, self._refused_bytes = error, slab_bytes
+            num_tensors //= 2
+        if refused is not None:
+            raise refused
+        return None
 
     def release(self):
         """Free the slabs of which nothing is in use."""
         self._slabs = [slab for slab in self._slabs if not slab.is_unused()]
+        self._refused_bytes = math.inf
         if self.pin_memory:
             torch.accelerator.empty_host_cache()
 

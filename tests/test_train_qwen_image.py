@@ -300,14 +300,16 @@ def test_revision(script, tiny_qwen_image, photos, tmp_path):
 
 
 def test_deterministic(lora_run, train, monkeypatch):
-    """The kernels are asked for; on a CPU they give what all others give."""
+    """The kernels are asked for, and no memory is filled in vain; on a CPU they give what all others give."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     try:
         folder = train(*LORA, "--deterministic")
         assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        assert not torch.utils.deterministic.fill_uninitialized_memory
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     assert (folder / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
 

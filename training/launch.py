@@ -46,6 +46,7 @@ def start_accelerator(args):
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # all that is made is written before it is read
         torch.backends.cudnn.benchmark = False
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     if "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():

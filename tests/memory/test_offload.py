@@ -2,12 +2,13 @@
 
 import contextlib
 import gc
+import math
 import pathlib
 import types
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -553,11 +554,27 @@ def test_a_second_backward_reloads_again():
 # ---------------------------------------------------------------- host memory
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.fixture
+def locked_slabs(monkeypatch):
+    """Slabs that are said to be pinned and are not; of each the bytes that torch would allocate."""
+    allocate, made = pinned_pool._Slab, []
+
+    def make(num_bytes, pin_memory):
+        made.append(1 << (num_bytes - 1).bit_length())  # what torch's CachingHostAllocator makes of it
+        return allocate(num_bytes, pin_memory=False)
+
+    monkeypatch.setattr(pinned_pool, "_Slab", make)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: None)
+    return made
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_slabs(data):
-    """Any order of taking and giving back: pieces are whole, aligned and apart, and slabs no more than needed."""
-    pool, taken = pinned_pool.HostPool(pin_memory=False), []
+def test_slabs(pin_memory, data, locked_slabs):
+    """Any order of taking and giving back: pieces are whole, aligned and apart, and slabs never above their room."""
+    pool, taken = pinned_pool.HostPool(pin_memory), []
+    locked_slabs.clear()
     for _ in range(data.draw(st.integers(1, 40))):
         if taken and data.draw(st.booleans()):
             buffer, mark = taken.pop(data.draw(st.integers(0, len(taken) - 1)))
@@ -565,16 +582,19 @@ def test_slabs(data):
             buffer.give_back()
             continue
         num_bytes, room = data.draw(st.integers(1, 5000)), data.draw(st.none() | st.integers(0, 20000))
-        before = pool.slab_bytes
+        before, size = pool.slab_bytes, -(-num_bytes // 256) * 256
         buffer, mark = pool.take(num_bytes, room), data.draw(st.integers(0, 255))
+        if buffer is None:
+            assert room < (1 << (size - 1).bit_length() if pin_memory else size) and pool.slab_bytes == before
+            continue
         assert buffer.bytes.shape == (num_bytes,) and buffer.bytes.storage_offset() % 256 == 0
         buffer.bytes.fill_(mark)
         taken.append((buffer, mark))
         if slab_bytes := pool.slab_bytes - before:
-            size = -(-num_bytes // 256) * 256
-            least = max(size, 8 * size if room is None else min(8 * size, room))
-            assert slab_bytes & (slab_bytes - 1) == 0 and least <= slab_bytes < 2 * least
+            assert size <= slab_bytes <= (math.inf if room is None else room)
+            assert 8 * size <= slab_bytes if room is None else min(8 * size, room // 2) <= slab_bytes
     slabs = pool.slab_bytes
+    assert not pin_memory or slabs == sum(locked_slabs), "what is really allocated"
     for buffer, _ in taken:
         buffer.give_back()
     largest = max((len(slab.bytes) for slab in pool._slabs), default=0)
@@ -595,6 +615,44 @@ def test_pieces_that_were_given_back_are_taken_first():
     assert pool.take(7 * 1024).bytes.data_ptr() == second.bytes.data_ptr() and pool.slab_bytes == 8 * 1024
 
 
+def test_a_refused_slab_is_tried_smaller(monkeypatch):
+    """Down to one tensor, and the sizes that were refused not again until memory is released."""
+    allocate, made = pinned_pool._Slab, []
+
+    def refuse(num_bytes, pin_memory):
+        made.append(num_bytes)
+        if num_bytes > 2048:
+            raise RuntimeError("no memory can be locked")
+        return allocate(num_bytes, pin_memory)
+
+    monkeypatch.setattr(pinned_pool, "_Slab", refuse)
+    pool = pinned_pool.HostPool(pin_memory=False)
+    first = pool.take(1024)
+    assert made == [8192, 4096, 2048] and pool.slab_bytes == 2048
+    pool.take(1024), pool.take(1024)
+    assert made[3:] == [2048]
+    with pytest.raises(RuntimeError, match="no memory can be locked"):
+        pool.take(4096)
+    assert made[4:] == [4096], "the smallest that would do"
+    pool.release()
+    assert pool.take(1024, room=1500) and made[5:] == [], "of the piece that is free"
+    assert pool.take(1024, room=1500) and made[5:] == [1024]
+    assert pool.take(1024, room=1023) is None and made[6:] == []
+    del first
+
+
+@pytest.mark.parametrize("num_inputs, parked", [(4, 5), (3.9, 4), (2, 3), (1, 1), (0.9, 0)])
+def test_the_limit_counts_what_is_allocated(num_inputs, parked, locked_slabs, monkeypatch):
+    """Inputs of 5120 bytes, pinned in slabs of a power of two: 8192 hold one, 16384 three, 32768 six."""
+    monkeypatch.setattr(Copier, "pin_memory", True)
+    monkeypatch.setitem(offload._copiers, CPU, Copier(CPU))
+    offload.set_limit(int(num_inputs * 8192))
+    gradients("one_stream", PARK)
+    counters = offload.counters()
+    assert counters["slab_bytes"] == sum(locked_slabs) <= num_inputs * 8192
+    assert counters["parked_tensors"] == parked and counters["blocks_refused"] == 5 - parked
+
+
 @pytest.mark.parametrize("slabs_before", [0, 1])
 def test_refused_pinning_means_recompute(slabs_before, monkeypatch, caplog):
     """Counted, and said once, with the numbers and the reason; never pageable memory."""
@@ -609,7 +667,7 @@ def test_refused_pinning_means_recompute(slabs_before, monkeypatch, caplog):
     monkeypatch.setattr(pinned_pool, "_Slab", refuse)
     monkeypatch.setattr(pinned_pool, "TENSORS_PER_SLAB", 2)
     assert equal(gradients("one_stream", PARK), plain)
-    parked = 3 * slabs_before  # a slab of two tensors is rounded up to 16 KiB
+    parked = 2 * slabs_before
     counters = offload.counters()
     assert (counters["parked_tensors"], counters["blocks_refused"]) == (parked, 5 - parked)
     gradients("one_stream", PARK)
@@ -631,7 +689,7 @@ def test_refused_in_the_middle_of_a_block_call(monkeypatch):
     monkeypatch.setattr(pinned_pool, "_Slab", refuse)
     monkeypatch.setattr(pinned_pool, "TENSORS_PER_SLAB", 1)
     h = dispatch(Block(), True, True, latents(), skip=torch.randn(100, 1, 32) * 1)
-    assert made == [8192, 16384]
+    assert made == [5120, 12800]
     counters = offload.counters()
     assert (counters["parked_tensors"], counters["blocks_refused"]) == (0, 1)
     (slab,) = offload._copiers[CPU].pool._slabs
@@ -669,7 +727,6 @@ def test_the_pool_is_released_where_it_is_unused():
 
 
 def test_slabs_stay_within_the_limit():
-    """But for what rounding adds to a tensor: the limit here is a power of two, as are the tensors."""
     offload.set_limit(2 * 4096)
     h = chain([Block() for _ in range(4)], [PARK] * 4, latents(rows=32))
     counters = offload.counters()
