@@ -135,7 +135,7 @@ def main(args, log):
         )
         scheduler = pipeline.load_scheduler(model, **hub)
         tokenizer = pipeline.load_tokenizer(model, **hub)
-    optimizer_class, optimizer_arguments = find_optimizer(args)
+    optimizer_class, optimizer_arguments = find_optimizer(args, accelerator.device)
     checkpoint, resumed = find_checkpoint(args, accelerator)
     never_trained = pipeline.never_trained_modules(skeleton)
     if args.training_mode == "lora":

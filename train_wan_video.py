@@ -180,7 +180,7 @@ def main(args, log):
             raise RefusedError(f"{where} {num_frames}; with a frame given ({task}) at least {min_frames} are needed.")
     experts = variant.experts if args.expert == "both" else (args.expert,)
     places = {expert: pipeline.transformer_subfolder(expert) for expert in experts}
-    optimizer_class, optimizer_arguments = find_optimizer(args)
+    optimizer_class, optimizer_arguments = find_optimizer(args, accelerator.device)
     checkpoint, resumed = find_checkpoint(args, accelerator)
     never_trained = pipeline.never_trained_modules(skeleton)
     if args.training_mode == "lora":

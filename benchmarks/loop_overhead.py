@@ -93,7 +93,7 @@ def main():
         flags += f" --mixed_precision no --train_batch_size {BATCH_SIZE} --max_train_steps {options.steps}"
         args = parse_args(flags.split(), description="", values=FAMILY)
         accelerator = start_accelerator(args)
-        optimizer_class, arguments = find_optimizer(args)
+        optimizer_class, arguments = find_optimizer(args, accelerator.device)
         order, last_step = plan_batches(args, items, accelerator.num_processes, resumed={"step": 0}, model={})
         batches = [
             collate([dataset[1, 0, index], dataset[1, 1, index + 1]]) for index in range(0, NUM_ITEMS, BATCH_SIZE)

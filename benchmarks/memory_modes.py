@@ -143,9 +143,10 @@ class CountedSaveOnCpu(save_on_cpu):
     """Torch's `save_on_cpu`, with the bytes that it is shown, and copies."""
 
     num_bytes = 0
+    pins = False
 
     def __init__(self):
-        super().__init__(pin_memory=torch.accelerator.is_available())
+        super().__init__(pin_memory=self.pins)
         pack = self.pack_hook
 
         def counted(tensor):
@@ -359,6 +360,7 @@ def main():
         # Else two runs of one mode may differ.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True, warn_only=True)
+        CountedSaveOnCpu.pins = True
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {hardware}")
     for family in ("qwen_image", "wan_video"):
         torch.manual_seed(0)

@@ -285,7 +285,7 @@ def parked_inputs(block, tensors):
 def _park(block, tensors):
     """Copy to host memory what only this call of `block` needs; return `{id(tensor): ParkedTensor or KeptTensor}`."""
     global _latest_group
-    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return {}  # a copy would become part of what is compiled or captured
     buffers = _reserve(block, tensors)
     latest = _latest_group() if _latest_group is not None else None

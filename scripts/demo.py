@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 import transformers
 import yaml
+from accelerate import PartialState
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw
 from torch import nn
@@ -38,6 +39,8 @@ from matplotlib import pyplot  # noqa: E402
 
 
 DEFAULT_OUTPUT_DIR = pathlib.Path("outputs/demo")
+
+DEVICE = PartialState().device  # where the training scripts train
 
 # In the wheel of scikit-image, in the public domain or CC0: NASA, S. van der Walt, R. Michetti, SpaceX, NASA.
 CAPTIONS = {
@@ -96,7 +99,7 @@ def find_output_dir(description):
 
 def finish(output_dir, results, files):
     """Write `results` (`dict`) and name the `files` (`str`); exits with code 1 if the loss did not fall."""
-    results = {"device": "cuda" if torch.cuda.is_available() else "cpu"} | results
+    results = {"device": DEVICE.type} | results
     (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     first, *_, last = results["loss_on_fixed_noise"].values()
     if last >= first:
@@ -137,7 +140,7 @@ def train(output_dir, script, *, model_dir, dataset_path, settings):
         script (`str`): The entry script.
         settings (`dict`): Flags beside the paths.
     """
-    print(f"[2/5] training on {torch.cuda.get_device_name() if torch.cuda.is_available() else 'the CPU'}")
+    print(f"[2/5] training on {'the CPU' if DEVICE.type == 'cpu' else DEVICE.type}")
     run_dir = output_dir / "run"
     paths = {"pretrained_model_name_or_path": model_dir, "dataset_path": dataset_path, "output_dir": run_dir}
     config = {name: str(path) for name, path in paths.items()} | settings
@@ -147,10 +150,10 @@ def train(output_dir, script, *, model_dir, dataset_path, settings):
 
 
 def load_pipeline(model_dir):
-    """Load the stock pipeline, onto the GPU if there is one."""
+    """Load the stock pipeline onto `DEVICE`."""
     transformers.utils.logging.disable_progress_bar()
     diffusers.utils.logging.disable_progress_bar()
-    pipeline = DiffusionPipeline.from_pretrained(model_dir).to("cuda" if torch.cuda.is_available() else "cpu")
+    pipeline = DiffusionPipeline.from_pretrained(model_dir).to(DEVICE)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -425,10 +428,9 @@ def plot_loss(path, fixed, metrics, what):
 
 def plot_memory(path, measured, size):
     """Draw the bytes of `memory_by_mode`; `size` (`str`) is in the title."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
     parts = {
-        "peak_bytes": f"peak on the device ({device})",
+        "peak_bytes": f"peak on the device ({DEVICE.type})",
         "held_bytes": "of it held between forward and backward",
         "host_bytes": "parked in host memory",
     }

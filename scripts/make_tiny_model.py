@@ -443,7 +443,7 @@ def make_wan(
         WanTransformer3DModel,
     )
     from torch import nn
-    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
     tokenizer = make_wan_tokenizer()
 
@@ -491,8 +491,7 @@ def make_wan(
                 patch_size=14,
             )
         )
-        # The class that needs no torchvision.
-        conditions = {"image_encoder": image_encoder.eval(), "image_processor": CLIPImageProcessorPil()}
+        conditions = {"image_encoder": image_encoder.eval(), "image_processor": CLIPImageProcessor()}
 
     def make_transformer():
         transformer = WanTransformer3DModel(
@@ -525,7 +524,7 @@ def make_wan(
     if boundary_ratio is not None:
         parts["transformer_2"] = make_transformer()
     pipeline_class = WanImageToVideoPipeline if image_to_video else WanPipeline
-    return pipeline_class(
+    pipeline = pipeline_class(
         tokenizer=tokenizer,
         text_encoder=text_encoder.eval(),
         vae=vae.eval(),
@@ -535,6 +534,10 @@ def make_wan(
         **conditions,
         **parts,
     )
+    if num_image_embeds:
+        # As in the published folders: without torchvision the class that comes under this name has another one.
+        pipeline.register_to_config(image_processor=("transformers", "CLIPImageProcessor"))
+    return pipeline
 
 
 FAMILIES = {

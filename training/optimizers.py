@@ -19,12 +19,13 @@ _PATHS = {
 _PACKAGES = {"adamw_8bit": "bitsandbytes", "prodigy": "prodigyopt"}
 
 
-def find_optimizer(args):
+def find_optimizer(args, device):
     """Return the optimizer class that the flags name and its arguments, checked before anything is loaded.
 
     Args:
         args (`argparse.Namespace`):
             With `optimizer`, `optimizer_args`, `learning_rate` and `weight_decay` (None: what the class has).
+        device (`torch.device`): Where the run trains.
 
     Raises:
         RefusedError: The class cannot be imported, or does not take one of the arguments.
@@ -41,7 +42,7 @@ def find_optimizer(args):
         raise RefusedError(f"--optimizer {args.optimizer}: {path} is not a torch optimizer class.")
 
     arguments = {"lr": args.learning_rate}
-    if args.optimizer == "adamw" and torch.cuda.is_available() and "foreach" not in args.optimizer_args:
+    if args.optimizer == "adamw" and device.type != "cpu" and "foreach" not in args.optimizer_args:
         args.optimizer_args.setdefault("fused", True)  # the default there needs 4 more bytes per weight for a moment
     if args.weight_decay is not None:
         arguments["weight_decay"] = args.weight_decay
@@ -60,13 +61,13 @@ def find_optimizer(args):
             if key not in parameters:
                 known = ", ".join(name for name in parameters if name not in ("params", "lr", "weight_decay"))
                 raise RefusedError(f"{flags.get(key, '--optimizer_args')}: {path} takes no {key}; it takes {known}.")
-    _try_optimizer(args, path, optimizer_class, arguments)
+    _try_optimizer(args, path, optimizer_class, arguments, device)
     return optimizer_class, arguments
 
 
-def _try_optimizer(args, path, optimizer_class, arguments):
+def _try_optimizer(args, path, optimizer_class, arguments, device):
     """Make one step of the optimizer and its schedule on a small weight, so that bad values are refused now."""
-    weight = torch.nn.Parameter(torch.ones(4, 4, device=torch.accelerator.current_accelerator() or "cpu"))
+    weight = torch.nn.Parameter(torch.ones(4, 4, device=device))
     weight.grad = torch.ones_like(weight)
     try:
         json.dumps(args.optimizer_args)  # as run.json will have them

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.metadata
 import itertools
 import json
 import logging
@@ -18,6 +17,7 @@ from tqdm.auto import tqdm
 
 from memory import offload
 from training.checkpoints import list_checkpoints
+from training.data.cache import installed_version
 from training.data.report import describe_data
 from training.errors import FailedError
 from training.files import delete_folder, whole_file, write_json_lines, write_text
@@ -29,7 +29,7 @@ from training.trackers import draw_metrics
 logger = logging.getLogger(__name__)
 
 _PACKAGES = (
-    "torch",
+    "torchvision",
     "accelerate",
     "diffusers",
     "transformers",
@@ -70,10 +70,9 @@ class RunRecord:
     def __init__(self, accelerator, args, log, *, plan, parameters, forecast, items, batches, last_step, num_tokens):
         self.log = log
         self.output_dir = pathlib.Path(args.output_dir)
-        versions = {"python": platform.python_version()}
-        for package in _PACKAGES:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                versions[package] = importlib.metadata.version(package)
+        # That of torch with its build, which the metadata of its CUDA wheels lack.
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        versions |= {package: version for package in _PACKAGES if (version := installed_version(package))}
         self.content = {
             "arguments": vars(args),
             "versions": versions,

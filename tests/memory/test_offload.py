@@ -850,7 +850,7 @@ def test_nothing_is_parked_while_compiling_or_capturing(state, monkeypatch):
     if state == "compiling":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     else:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     x = latents()
     with offload.parked_inputs(Block(), [x]):

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
 from benchmarks.forecasts import GIB, MODELS, dry_run, model_folder, predict
 from memory import offload
@@ -166,7 +167,7 @@ def test_recipe_parses_and_means_what_its_path_says(recipe, checkout):
     else:
         assert (args.learning_rate, args.optimizer, args.caption_dropout) == (1e-5, "adamw_8bit", 0.1)
         assert args.lr_warmup_steps > 0
-    find_optimizer(args)
+    find_optimizer(args, torch.device("cpu"))
 
     # Those of the header's figures.
     size = (args.height, args.width, args.train_batch_size)

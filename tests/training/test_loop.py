@@ -68,8 +68,8 @@ def run(tmp_path, *flags, module=None, batch_sizes=(None,) * NUM_ITEMS, infinite
     ]
     batches, last_step = plan_batches(args, items, 1, resumed={"step": 0}, model={})
     module, dataset = module or Scale(), make_dataset(infinite)
-    optimizer_class, arguments = find_optimizer(args)
     accelerator = start_accelerator(args)
+    optimizer_class, arguments = find_optimizer(args, accelerator.device)
     steps = range(1, last_step + 1)
     with MemoryLog() as log:
         train(accelerator, module, dataset, batches, args, log=log, optimizer_class=optimizer_class,

@@ -15,6 +15,7 @@ from training.optimizers import MasterWeights, find_optimizer
 
 
 WIDTH, TOKENS = 48, 64
+CPU = torch.device("cpu")
 
 
 def tiny_transformer(num_layers=2, dtype=torch.float32):
@@ -228,7 +229,7 @@ def optimizer_flags(optimizer, weight_decay=0.01, **optimizer_args):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "prodigy", "torch.optim.SGD"])
 def test_learning_rate_reaches_every_optimizer(name):
-    optimizer_class, arguments = find_optimizer(optimizer_flags(name))
+    optimizer_class, arguments = find_optimizer(optimizer_flags(name), CPU)
     parameter = torch.nn.Parameter(torch.full((64, 64), 1e-3))  # small, since prodigy's first steps are
     optimizer = optimizer_class([parameter], **arguments)
     assert optimizer.param_groups[0]["lr"] == 1e-3 and optimizer.param_groups[0]["weight_decay"] == 0.01
@@ -241,7 +242,7 @@ def test_learning_rate_reaches_every_optimizer(name):
 
 
 def test_adamw_is_that_of_the_defaults():
-    optimizer_class, arguments = find_optimizer(optimizer_flags("adamw"))
+    optimizer_class, arguments = find_optimizer(optimizer_flags("adamw"), CPU)
     group = optimizer_class([torch.nn.Parameter(torch.ones(1))], **arguments).param_groups[0]
     assert (group["betas"], group["eps"]) == ((0.9, 0.999), 1e-8)
 
@@ -263,7 +264,7 @@ def test_adamw_is_that_of_the_defaults():
 )
 def test_optimizers_that_cannot_be(flags, said):
     with pytest.raises(RefusedError, match=said):
-        find_optimizer(flags)
+        find_optimizer(flags, CPU)
 
 
 def test_every_trainable_tensor_gets_a_gradient_after_two_steps():

@@ -37,13 +37,21 @@ def digest_of(value):
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def installed_version(package):
+    """Return the version of a package, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 @functools.cache
 def code_identity(paths, packages):
     """Return the digest of what code does: of source files without their comments and docstrings, and of versions.
 
     Args:
         paths (`tuple[str, ...]`): Of Python files.
-        packages (`tuple[str, ...]`): Names of installed packages.
+        packages (`tuple[str, ...]`): Names of packages; that one is not installed counts, too.
     """
     trees = []
     for path in paths:
@@ -52,7 +60,7 @@ def code_identity(paths, packages):
             if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
                 node.body = node.body[1:]
         trees.append(ast.dump(tree))
-    return digest_of([trees, {name: importlib.metadata.version(name) for name in packages}])
+    return digest_of([trees, {name: installed_version(name) for name in packages}])
 
 
 class Cache:

@@ -25,7 +25,8 @@ from training.launch import gather_from_all
 
 logger = logging.getLogger(__name__)
 
-_ENCODER_PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "ftfy")
+# With torchvision transformers resizes the images of an image encoder by other code than without.
+_ENCODER_PACKAGES = ("torch", "torchvision", "diffusers", "transformers", "tokenizers", "ftfy")
 
 # Decoded media that wait for the encoder may take so much.
 _WAITING_BYTES = 2 * 2**30

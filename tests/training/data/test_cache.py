@@ -5,11 +5,13 @@ import pathlib
 import subprocess
 import sys
 import time
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 
 from training.data import cache as cache_module
+from training.data import encoding
 from training.data.cache import Cache, code_identity, digest_of, is_complete, read_entry, write_entry
 from training.errors import RefusedError
 
@@ -156,6 +158,23 @@ def test_code_counts_and_comments_do_not(tmp_path):
     assert identity('"""Doc."""\n\n\ndef f(x):\n    """Adds."""\n    return x + 1  # one\n') == plain
     assert identity("def f(x):\n    return x + 2\n") != plain
     assert code_identity((cache_module.__file__,), ("torch",)) != code_identity((cache_module.__file__,), ("numpy",))
+
+
+def test_a_package_that_is_installed_later_counts(monkeypatch):
+    """With torchvision, say, transformers resizes images by other code than without it."""
+    versions = {"torch": "2.13.0", "torchvision": "0.28.0"}
+
+    def version(name):
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(cache_module.importlib.metadata, "version", version)
+    identities = set()
+    for _ in range(2):
+        identities.add(code_identity.__wrapped__((), encoding._ENCODER_PACKAGES[:2]))
+        versions.pop("torchvision", None)
+    assert len(identities) == 2
 
 
 def test_a_killed_writer_leaves_whole_entries(tmp_path):
