@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageCms, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
+from training.data.colours import expand_range, profile_of_image
 from training.data.inspection import Inspector, dropped_record, inspect_each
 from training.errors import RefusedError
 
@@ -41,7 +42,7 @@ def open_image(media, name=None):
         A `PIL.Image.Image` in mode RGB that holds no file open.
 
     Raises:
-        RefusedError: If it is missing, damaged, animated, too large, or of a kind without a defined colour range.
+        RefusedError: If it is missing, damaged, animated, too large, HDR, or of a kind without a defined colour range.
     """
     embedded = isinstance(media, bytes)
     if name is None:
@@ -59,9 +60,10 @@ def open_image(media, name=None):
             # MPO is a JPEG with a preview or a second view behind the picture.
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise ValueError(f"it has {image.n_frames} frames, and a picture has one")
+            profile, limited = profile_of_image(image)
             image.load()
             # Upright before anything looks at the size.
-            return _to_rgb(_upright(image, name))
+            return _to_rgb(_upright(image, name), profile, limited)
     except UnidentifiedImageError as error:
         num_bytes = len(media) if embedded else os.path.getsize(media)
         raise RefusedError(f"{name} is not a picture that Pillow can read ({num_bytes} bytes).") from error
@@ -83,12 +85,9 @@ def _upright(image, name):
     return ImageOps.exif_transpose(image)
 
 
-def _to_rgb(image):
+def _to_rgb(image, profile, limited):
     if image.mode in ("F", "I"):
         raise ValueError(f"32-bit pixels (mode {image.mode}) have no defined white; save it with 8 or 16 bits")
-    # Profiles only: what PNG says of its colours in other chunks (gAMA, cHRM, cICP), and AVIF outside of a profile,
-    # Pillow does not apply, nor do most viewers of files. They are taken for sRGB, which is what most of them state.
-    profile = image.info.get("icc_profile")
     alpha = None
     if image.mode == "La":
         image = image.convert("LA")
@@ -116,7 +115,7 @@ def _to_rgb(image):
     elif image.mode == "P":
         image = image.convert("RGB")
 
-    image = _to_srgb(image, profile)
+    image = to_srgb(expand_range(image.convert("RGB")) if limited else image, profile)
     return image if alpha is None else on_white(image, alpha)
 
 
@@ -135,7 +134,16 @@ def on_white(image, alpha):
     return white
 
 
-def _to_srgb(image, profile):
+def to_srgb(image, profile):
+    """Converts an image to sRGB.
+
+    Args:
+        image: A `PIL.Image.Image` without transparency.
+        profile: Its ICC profile, bytes; None for sRGB.
+
+    Returns:
+        A `PIL.Image.Image` in mode RGB.
+    """
     if profile:
         try:
             profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))

@@ -20,7 +20,9 @@ from training.launch import gather_from_all
 logger = logging.getLogger(__name__)
 
 # What decides what a decoder makes of a file.
-_DECODER_FILES = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("images.py", "videos.py"))
+_DECODER_FILES = tuple(
+    os.path.join(os.path.dirname(__file__), name) for name in ("colours.py", "images.py", "videos.py")
+)
 _DECODER_PACKAGES = ("pillow", "av", "numpy")
 
 

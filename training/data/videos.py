@@ -18,12 +18,13 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
-from av.video.reformatter import ColorRange, Colorspace, ColorTrc, Interpolation
+from av.video.reformatter import ColorRange, Colorspace, Interpolation
 from PIL import Image
 
 from training.arguments import round_down_frames
 from training.data.buckets import keyed_draw
-from training.data.images import PICTURE_FORMATS, cover_and_crop, on_white, open_image, to_tensor
+from training.data.colours import UNSTATED, expand_range, profile_of_numbers
+from training.data.images import PICTURE_FORMATS, cover_and_crop, on_white, open_image, to_srgb, to_tensor
 from training.data.inspection import Inspector, dropped_record, inspect_each
 from training.data.metadata import IMAGE_SUFFIXES, first_five, frame_names
 from training.errors import RefusedError
@@ -53,7 +54,6 @@ MATRICES = {
 UNTAGGED_MATRIX = 2
 # The display matrices (a, b, c, d) of turns to the left, by their degrees.
 TURNS = {0: (1, 0, 0, 1), 90: (0, -1, 1, 0), 180: (-1, 0, 0, -1), 270: (0, 1, -1, 0)}
-HDR_CURVES = {ColorTrc.SMPTE2084: "PQ", ColorTrc.ARIB_STD_B67: "HLG"}
 
 # The exact arithmetic of swscale, with chroma interpolated in both directions; its default rounds and repeats.
 SWSCALE_FLAGS = (
@@ -264,7 +264,7 @@ def measure(media, name, fps):
 
     times, size, stored, last_duration = [], None, None, 0.0
     # One thread for each clip: several are inspected at a time.
-    with _open_video(media, name, num_threads=1) as (container, stream):
+    with _open_video(media, name, num_threads=1) as (container, stream, stated):
         for frame, time, duration in _frames(container, stream):
             if stored is None:
                 stored, size = (frame.width, frame.height), _display_size(frame, stream)
@@ -273,9 +273,7 @@ def measure(media, name, fps):
                     f"its size changes from {stored[0]}x{stored[1]} to {frame.width}x{frame.height} "
                     f"at frame {len(times)}, and all frames must have one size"
                 )
-            if frame.color_trc in HDR_CURVES:
-                raise ValueError(f"it is HDR video ({HDR_CURVES[frame.color_trc]}), which must be converted to SDR")
-            _matrix(frame)
+            _colours(frame, stream, stated)
             times.append(time)
             last_duration = duration
         if not times:
@@ -308,10 +306,10 @@ def _images_at(media, name, wanted):
                 yield index, open_image(files[index], name if kind == "picture" else f"{name}: {files[index].name}")
         return
     last = max(wanted)
-    with _open_video(media, name, num_threads=0) as (container, stream):
+    with _open_video(media, name, num_threads=0) as (container, stream, stated):
         for index, (frame, _, _) in enumerate(_frames(container, stream)):
             if index in wanted:
-                yield index, _to_image(frame, stream)
+                yield index, _to_image(frame, stream, stated)
             if index == last:
                 return
 
@@ -329,7 +327,7 @@ def _open_video(media, name, num_threads):
         num_threads: Threads of the decoder, 0 for as many as it likes.
 
     Yields:
-        The `av` container and its video stream.
+        The `av` container, its video stream, and what the container says of its colours; see `_stated`.
     """
     try:
         if not isinstance(media, bytes) and not os.path.isfile(media):
@@ -358,7 +356,8 @@ def _open_video(media, name, num_threads):
                 stream.codec_context.options = LIMITS
                 stream.codec_context.thread_count = num_threads
                 stream.codec_context.thread_type = "AUTO"
-                yield container, stream
+                # Before a decoder puts its own word in the place of the container's.
+                yield container, stream, _stated(stream.codec_context)
     except av.FFmpegError as error:
         raise RefusedError(f"{name} cannot be used: FFmpeg says {error.strerror!r}.") from error
     except (OSError, ValueError) as error:
@@ -495,20 +494,48 @@ def _gif_ends_early(read, num_bytes):
 # Frames
 
 
-def _matrix(frame):
-    """Returns swscale's number of the frame's colour matrix, None where it has none."""
+def _stated(of):
+    """Returns what a codec context or a frame says: primaries, curve, matrix and range, as numbers of ITU-T H.273."""
+    return of.color_primaries, of.color_trc, of.colorspace, of.color_range
+
+
+def _colours(frame, stream, stated):
+    """Returns how a frame's colours become sRGB.
+
+    Args:
+        frame: Decoded.
+        stream: It is of.
+        stated: What the container says, which some decoders drop, and others put in the place of what the stream says.
+
+    Returns:
+        Their ICC profile or None; swscale's number of their matrix, None where they have none; their range.
+    """
+    primaries, curves, matrices, ranges = zip(stated, _stated(frame), strict=True)
+    primaries, curves = ({number for number in numbers if number not in UNSTATED} for numbers in (primaries, curves))
+    profiles = {profile_of_numbers(*numbers) for numbers in itertools.product(primaries or {2}, curves or {2})}
+    if len(profiles) > 1:
+        raise ValueError("its container and its stream say different things of its primaries or transfer curve")
+    # Of these two the container's word counts more, as the standards of containers have it.
+    matrix = matrices[0] if matrices[0] != UNTAGGED_MATRIX else matrices[1]
+    color_range = ranges[0] or ranges[1]
     if frame.format.is_rgb or frame.format.has_palette or len(frame.format.components) < 3:
-        # Grey has none either, but may be tagged as RGB.
-        return None
-    if frame.colorspace in MATRICES:
-        return MATRICES[frame.colorspace]
-    if frame.colorspace == UNTAGGED_MATRIX:
+        # Grey has no matrix, but may be tagged as RGB. Where HEVC says nothing, its decoder says the limited range, to
+        # which encoders do not convert grey.
+        if stream.codec_context.name == "hevc" and not frame.format.is_rgb:
+            color_range = ColorRange.JPEG
+        return profiles.pop(), None, color_range or ColorRange.JPEG
+    if frame.format.name.startswith("yuvj"):
+        color_range = ColorRange.JPEG
+    color_range = color_range or ColorRange.MPEG
+    if matrix == UNTAGGED_MATRIX:
         # As players guess: high definition is BT.709.
-        return Colorspace.ITU709 if frame.height >= 720 else Colorspace.ITU601
-    raise ValueError(
-        f"its colour matrix ({frame.colorspace} in ITU-T H.273) is not supported; allowed are BT.601, BT.709, "
-        "SMPTE 240M and BT.2020 with non-constant luminance"
-    )
+        return profiles.pop(), Colorspace.ITU709 if frame.height >= 720 else Colorspace.ITU601, color_range
+    if matrix not in MATRICES:
+        raise ValueError(
+            f"its colour matrix ({matrix} in ITU-T H.273) is not supported; allowed are BT.601, BT.709, "
+            "SMPTE 240M and BT.2020 with non-constant luminance"
+        )
+    return profiles.pop(), MATRICES[matrix], color_range
 
 
 def _display_matrix(frame, stream):
@@ -550,24 +577,29 @@ def _square_pixels(frame, stream):
     return size
 
 
-def _to_image(frame, stream):
-    """Returns a frame of a stream as it is displayed, a `PIL.Image.Image` in mode RGB."""
+def _to_image(frame, stream, stated):
+    """Returns a frame of a stream as it is displayed, a `PIL.Image.Image` in mode RGB; `stated` as for `_colours`."""
     has_alpha = frame.format.has_palette or any(component.is_alpha for component in frame.format.components)
-    matrix = _matrix(frame)
-    full_range = frame.format.name.startswith("yuvj") or frame.color_range == ColorRange.JPEG
+    profile, matrix, color_range = _colours(frame, stream, stated)
     converted = frame.reformat(
         format="rgba" if has_alpha else "rgb24",
         # Stated, because swscale takes BT.601 for what is not tagged.
         src_colorspace=matrix,
         dst_colorspace=matrix,
-        src_color_range=None if matrix is None else ColorRange.JPEG if full_range else ColorRange.MPEG,
+        src_color_range=None if matrix is None else color_range,
         dst_color_range=ColorRange.JPEG,
         interpolation=SWSCALE_FLAGS,
         threads=1,
     )
     image = Image.fromarray(converted.to_ndarray())
+    alpha = image.getchannel("A") if has_alpha else None
+    image = image.convert("RGB")
+    if matrix is None and color_range == ColorRange.MPEG:
+        # Which swscale takes for the full one, of RGB and of grey.
+        image = expand_range(image)
+    image = to_srgb(image, profile)
     if has_alpha:
-        image = on_white(image.convert("RGB"), image.getchannel("A"))
+        image = on_white(image, alpha)
 
     size = _square_pixels(frame, stream)
     if image.size != size:

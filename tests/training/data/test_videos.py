@@ -652,7 +652,7 @@ def test_hdr_is_refused(tmp_path, curve, name, container, codec):
     pix_fmt = "yuv420p" if container == "webm" else "yuv420p10le"
     write_chart(path, 9, False, (9, 1, curve), 64, codec, pix_fmt)
     message = refused(path)
-    assert f"a.{container} cannot be used: it is HDR video ({name}), which must be converted to SDR" in message
+    assert f"a.{container} cannot be used: it is HDR ({name}), which must be converted to SDR" in message
 
 
 @pytest.mark.parametrize("curve", [1, 6, 13, 14, 15])
