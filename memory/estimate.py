@@ -26,6 +26,7 @@ from memory.tracking import LiveBytes
 
 # What plans are compared by: assumed figures of a large accelerator in bf16, and of its link to the host.
 FLOPS_PER_SECOND, LINK_BYTES_PER_SECOND = 450e12, 50e9
+NUM_MULTIPROCESSORS = 132  # of the same accelerator
 
 # ---------------------------------------------------------------- tensors without content
 
@@ -43,6 +44,8 @@ def fake_tensors(device_type):
         if device_type != "cpu":
             stack.enter_context(mock.patch("torch.nn.functional.rms_norm", _fused_rms_norm))
             stack.enter_context(mock.patch("torch.nn.functional.dropout", _fused_dropout))
+            attention = functools.partial(_fused_attention, torch.nn.functional.scaled_dot_product_attention)
+            stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", attention))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 
@@ -70,6 +73,58 @@ def _fused_dropout(x, p=0.5, training=True, inplace=False):
     return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
+class _FusedAttention(torch.autograd.Function):
+    """Saves and takes what the fused kernels of accelerators do; the CPU's sums up in the gradients themselves."""
+
+    @staticmethod
+    def forward(ctx, attention, query, key, value):
+        result = attention(query, key, value)
+        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        ctx.is_flash = attention.keywords["attn_mask"] is None and query.dtype != torch.float32
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, *_ = ctx.saved_tensors
+        scratch_bytes = attention_scratch_bytes(*query.shape, is_flash=ctx.is_flash)
+        scratch = query.new_empty(scratch_bytes, dtype=torch.uint8)
+        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        del scratch  # only now
+        return None, *gradients
+
+
+def _fused_attention(attention, query, key, value, attn_mask=None, **settings):
+    attention = functools.partial(attention, attn_mask=attn_mask, **settings)
+    if not torch.is_grad_enabled():
+        return attention(query, key, value)
+    return _FusedAttention.apply(attention, query, key, value)
+
+
+def attention_scratch_bytes(batch_size, num_heads, num_rows, width, *, is_flash):
+    """Return what the backward pass of attention takes on CUDA beside the gradients that it makes.
+
+    FlashAttention-2 (`mha_bwd` in torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp) adds up the
+    gradient of the query in fp32, rows rounded up to 128 and the width of a head to 32, with one more number for each
+    row. Where it is to be deterministic it makes as many of these sums as keep all multiprocessors busy. The
+    memory-efficient kernel (mem_eff_attention/kernel_backward.h) has one such sum in any case.
+
+    Args:
+        batch_size, num_heads, num_rows, width (`int`): Of the query; the last is that of a head.
+        is_flash (`bool`): torch takes it for bf16 without a mask, and otherwise the memory-efficient kernel.
+    """
+    num_sums = 1
+    if is_flash and torch.are_deterministic_algorithms_enabled():
+        num_sums = -(-_num_multiprocessors() // (batch_size * num_heads))
+    num_rows, width = -(-num_rows // 128) * 128, -(-width // 32) * 32
+    return 4 * batch_size * num_heads * num_rows * (num_sums * width + 1)
+
+
+def _num_multiprocessors():
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties().multi_processor_count
+    return NUM_MULTIPROCESSORS
+
+
 # ---------------------------------------------------------------- one step, in pieces
 
 
@@ -81,12 +136,14 @@ class Piece:
         rise_bytes (`int`): The highest that is alive in it, above what was at its start.
         change_bytes (`int`): What is alive at its end, less what was at its start.
         rise_gradient_bytes, change_gradient_bytes (`int`): The part of the two which is gradients of parameters.
+        rise_of_others_bytes (`int`): The highest that is alive in it without these, above what was at its start.
     """
 
-    rise_bytes: int
-    change_bytes: int
+    rise_bytes: int = 0
+    change_bytes: int = 0
     rise_gradient_bytes: int = 0
     change_gradient_bytes: int = 0
+    rise_of_others_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +172,11 @@ class StepProfile:
             of the same names) have at most three blocks each, and a function that is called once it is elsewhere: it
             makes a batch, and returns a function from there to a loss.
         device_type (`str`): See `fake_tensors`.
-        gradients_exist (`bool`):
-            Whether the parameters have gradients already, to which the backward pass adds.
     """
 
-    def __init__(self, block_lists, build, *, device_type, gradients_exist=False):
+    def __init__(self, block_lists, build, *, device_type):
         self.block_lists = block_lists
-        self._build, self._device_type, self._gradients_exist = build, device_type, gradients_exist
+        self._build, self._device_type = build, device_type
         self._recorded = {}
 
     @contextlib.contextmanager
@@ -135,7 +190,7 @@ class StepProfile:
         """Return the `_Recording` with every block kept or with every block recomputed."""
         if recompute not in self._recorded:
             with self._fake_step(recompute) as (transformer, step):
-                self._recorded[recompute] = _record(transformer, step, self.block_lists, self._gradients_exist)
+                self._recorded[recompute] = _record(transformer, step, self.block_lists)
         return self._recorded[recompute]
 
     @functools.cached_property
@@ -166,26 +221,42 @@ class StepProfile:
 
     def working_set_bytes(self, modes):
         """Return what the backward pass of one block of a plan takes at most, above what was alive before it."""
-        return max(
-            self._record(mode != KEEP).backward[counterpart].rise_bytes for _, counterpart, mode in self._blocks(modes)
-        )
+        highest = 0
+        for _, counterpart, mode in self._blocks(modes):
+            recording = self._record(mode != KEEP)
+            again, backward = recording.recomputation[counterpart], recording.backward[counterpart]
+            highest = max(highest, again.rise_bytes, again.change_bytes + backward.rise_bytes)
+        return highest
 
-    def peak(self, modes):
-        """Return the `Peak` of a plan (`MemoryPlan.modes`)."""
-        return max(self._moments(modes), key=lambda moment: moment.num_bytes)
+    def peak(self, modes, *, gradient_factor=1):
+        """Return the `Peak` of a plan (`MemoryPlan.modes`).
 
-    def _moments(self, modes):
+        Args:
+            gradient_factor (`float`):
+                How many bytes stay of each byte of gradients that the backward pass makes: 0 where they are added to
+                those that are there already, or go into a buffer; 2 where it makes fp32 sums of bf16 gradients.
+        """
+        return max(self._moments(modes, gradient_factor), key=lambda moment: moment.num_bytes)
+
+    def _moments(self, modes, gradient_factor):
         blocks = list(self._blocks(modes))
         recordings = {mode: self._record(mode != KEEP) for *_, mode in blocks}
         some = next(iter(recordings.values()))
-        live = gradients = 0
+        live = gradients = 0  # the first without the second
 
-        def moment(piece, place):
+        def moment(piece, place, gone=0):
             nonlocal live, gradients
-            reached = Peak(live + piece.rise_bytes, gradients + piece.rise_gradient_bytes, place)
-            live += piece.change_bytes
+            start = live
+            # With gradients, and without, the highest may be at two moments of a piece.
+            reached = max(
+                (piece.rise_bytes - piece.rise_gradient_bytes, gradients + piece.rise_gradient_bytes),
+                (piece.rise_of_others_bytes, gradients),
+                key=lambda pair: pair[0] + gradient_factor * pair[1],
+            )
+            held = round(gradient_factor * reached[1])
+            live += piece.change_bytes - piece.change_gradient_bytes
             gradients += piece.change_gradient_bytes
-            return reached
+            return Peak(start + reached[0] + held - gone, held, place)
 
         yield moment(some.before, "before the blocks")
         # The newest parked input stays on the device until the next one is parked, and in the backward pass each is
@@ -200,7 +271,7 @@ class StepProfile:
         yield moment(recordings[blocks[-1][2]].after, "after the blocks")
         newest = True
         for name, counterpart, mode in reversed(blocks):
-            piece = recordings[mode].backward[counterpart]
+            gone = 0
             if mode == PARK:
                 parked.pop()
                 if parked:
@@ -208,9 +279,9 @@ class StepProfile:
                 if not newest:
                     # What was fetched and needs no gradient is gone as soon as the block has run again.
                     gone = recordings[PARK].frozen_input_bytes[counterpart]
-                    piece = dataclasses.replace(piece, rise_bytes=piece.rise_bytes - gone)
                 newest = False
-            yield moment(piece, f"backward of {name}")
+            yield moment(recordings[mode].recomputation[counterpart], f"backward of {name}")
+            yield moment(recordings[mode].backward[counterpart], f"backward of {name}", gone)
 
     def added_seconds(self, modes):
         """Return what a plan (`MemoryPlan.modes`) adds to the time of a step on an accelerator, for comparison.
@@ -234,6 +305,7 @@ class _Recording:
     before: Piece
     forward: list[Piece]
     after: Piece
+    recomputation: list[Piece]  # empty where nothing is recomputed
     backward: list[Piece]
     input_bytes: list[int]  # what each block could park
     frozen_input_bytes: list[int]  # of that, what needs no gradient
@@ -243,25 +315,30 @@ def _block_modules(transformer, block_lists):
     return [block for name in block_lists for block in getattr(transformer, name)]
 
 
-def _record(transformer, step, block_lists, gradients_exist):
+def _record(transformer, step, block_lists):
     """Run `step` once and return its `_Recording`."""
     blocks = _block_modules(transformer, block_lists)
     parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     marks, inputs = {}, [None] * len(blocks)
-    in_forward = True
+    in_forward, peak_of_others = True, 0
 
-    with LiveBytes() as live, contextlib.ExitStack() as hooks:
+    def note(live):
+        nonlocal peak_of_others
+        peak_of_others = max(peak_of_others, live.live_bytes - live.by_category["gradients"])
+
+    with LiveBytes(on_change=note) as live, contextlib.ExitStack() as hooks:
         for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter) if gradients_exist else None
-            if not gradients_exist:
-                hook = parameter.register_post_accumulate_grad_hook(lambda p: live.count([p.grad], "gradients"))
-                hooks.callback(hook.remove)
+            hook = parameter.register_post_accumulate_grad_hook(lambda p: live.count([p.grad], "gradients"))
+            hooks.callback(hook.remove)
         start_bytes = live.live_bytes
 
         def mark(name):
+            nonlocal peak_of_others
             if name not in marks:
                 live_bytes, peak_bytes, at_peak = live.mark()
-                marks[name] = live_bytes, peak_bytes, live.by_category["gradients"], at_peak.get("gradients", 0)
+                gradients = live.by_category["gradients"]
+                marks[name] = live_bytes, peak_bytes, gradients, at_peak.get("gradients", 0), peak_of_others
+                peak_of_others = live_bytes - gradients
 
         def before_block(index):
             def hook(block, args, kwargs):
@@ -278,11 +355,12 @@ def _record(transformer, step, block_lists, gradients_exist):
         def after_block(index):
             def hook(block, args, output):
                 if not in_forward:
+                    mark(("backward", index))  # it has run again, as far as was needed
                     return
                 for tensor in tree_leaves(output):
                     if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                         # The first of its outputs whose gradient is there starts a block's backward pass.
-                        tensor.register_hook(lambda grad: mark(("backward", index)))
+                        tensor.register_hook(lambda grad: mark(("recomputation", index)))
                 if index == len(blocks) - 1:
                     mark("after")
 
@@ -290,7 +368,8 @@ def _record(transformer, step, block_lists, gradients_exist):
 
         for index, block in enumerate(blocks):
             hooks.callback(block.register_forward_pre_hook(before_block(index), with_kwargs=True).remove)
-            hooks.callback(block.register_forward_hook(after_block(index)).remove)
+            # Also where the recomputation is broken off, which is done by an exception.
+            hooks.callback(block.register_forward_hook(after_block(index), always_call=True).remove)
         live.mark()
         loss = step()
         in_forward = False
@@ -301,24 +380,27 @@ def _record(transformer, step, block_lists, gradients_exist):
 
     # Each mark holds the peak of the piece that it ends, which began at the mark before it.
     names = [("forward", index) for index in range(len(blocks))] + ["after"]
-    names += [("backward", index) for index in reversed(range(len(blocks)))]
+    for index in reversed(range(len(blocks))):
+        names += [("recomputation", index), ("backward", index)]
     pieces, start, start_gradients = {}, start_bytes, 0
     for piece, name in zip(["before", *names], [*names, "end"], strict=True):
         if name not in marks:
-            pieces[piece] = Piece(0, 0)  # a block that no gradient reaches
+            pieces[piece] = Piece()  # of a block that is not recomputed, or that no gradient reaches
             continue
-        live_bytes, peak_bytes, gradients, gradients_at_peak = marks[name]
+        live_bytes, peak_bytes, gradients, gradients_at_peak, peak_of_others = marks[name]
         pieces[piece] = Piece(
             rise_bytes=peak_bytes - start,
             change_bytes=live_bytes - start,
             rise_gradient_bytes=gradients_at_peak - start_gradients,
             change_gradient_bytes=gradients - start_gradients,
+            rise_of_others_bytes=peak_of_others - (start - start_gradients),
         )
         start, start_gradients = live_bytes, gradients
     return _Recording(
         before=pieces["before"],
         forward=[pieces["forward", index] for index in range(len(blocks))],
         after=pieces["after"],
+        recomputation=[pieces["recomputation", index] for index in range(len(blocks))],
         backward=[pieces["backward", index] for index in range(len(blocks))],
         input_bytes=_parkable_bytes(inputs, (True, False)),
         frozen_input_bytes=_parkable_bytes(inputs, (False,)),

@@ -243,11 +243,7 @@ class RunForecast:
 
             return transformer, make_step
 
-        several = self.launch.strategy != "single"
-        accumulates = self.args.gradient_accumulation_steps > 1 and not self._bytes["masters"]
-        return StepProfile(
-            self.block_lists, build, device_type=self.launch.device_type, gradients_exist=several or accumulates
-        )
+        return StepProfile(self.block_lists, build, device_type=self.launch.device_type)
 
     @functools.cached_property
     def _bytes(self):
@@ -273,6 +269,17 @@ class RunForecast:
             "transient": transient,
         }
 
+    def _block_bytes(self, is_trained=False):
+        """Return the bytes of the parameters of each block, or only of those that are trained."""
+        for name in self.block_lists:
+            for index, block in enumerate(getattr(self.skeleton, name)):
+                if not is_trained:
+                    yield sum(parameter.nbytes for parameter in block.parameters())
+                    continue
+                prefix = f"transformer.{name}.{index}."
+                shapes = [value for key, value in self.parameters.items() if key.startswith(prefix)]
+                yield sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+
     def _shares(self, strategy, num_processes):
         """Return what of it one process holds all the time, and its gradients at the optimizer step."""
         whole, n = self._bytes, num_processes
@@ -280,12 +287,13 @@ class RunForecast:
         fixed["ema"] = 0 if self.args.offload_ema else whole["ema"]
         fixed["gradients"] = 0
         at_step = whole["fp32_gradients"]
+        accumulates = self.args.gradient_accumulation_steps > 1
         if strategy == "single":
-            if self.args.gradient_accumulation_steps > 1:
-                fixed["gradients"] = whole["fp32_gradients"]
+            fixed["gradients"] = whole["fp32_gradients"] if accumulates else 0
         elif strategy == "ddp":
-            fixed["gradients"] = whole["gradients"]  # its buckets
-            at_step = whole["gradients"] + (whole["fp32_gradients"] if whole["masters"] else 0)
+            # Its buckets, and of bf16 weights the sums in fp32.
+            at_step = whole["gradients"] + whole["masters"]
+            fixed["gradients"] = at_step if accumulates else whole["gradients"]
         else:
             at_step = whole["fp32_gradients"] // n
             fixed["optimizer_state"] //= n
@@ -294,9 +302,7 @@ class RunForecast:
             at_step = fixed["gradients"]
             if strategy in ("zero3", "fsdp2"):
                 # The block at work and the next one are gathered.
-                blocks = [block for name in self.block_lists for block in getattr(self.skeleton, name)]
-                gathered = 2 * max(sum(p.nbytes for p in block.parameters()) for block in blocks)
-                fixed["weights"] = fixed["weights"] // n + gathered
+                fixed["weights"] = fixed["weights"] // n + 2 * max(self._block_bytes())
                 fixed["adapters"] //= n
         return fixed, at_step
 
@@ -309,13 +315,24 @@ class RunForecast:
         fixed, gradients_at_step = self._shares(strategy, num_processes or self.launch.num_processes)
         fixed["batch"] = self._batch_bytes
         fixed["optimizer_state"] += fixed.pop("masters")
-        peak = self.profile.peak(modes)
+        peak = self.profile.peak(modes, gradient_factor=self._gradient_factor(strategy))
         during = fixed | {"activations": peak.num_bytes - peak.gradient_bytes}
         during["gradients"] = fixed["gradients"] + peak.gradient_bytes
+        if strategy == "fsdp2":
+            # Those of a block are whole, on the way to their owners, while the block before it is at work.
+            during["gradients"] += max(self._block_bytes(is_trained=True))
         at_step = fixed | {"gradients": gradients_at_step, "activations": self._bytes["transient"]}
         if sum(at_step.values()) > sum(during.values()):
             return at_step, "optimizer step"
         return during, peak.place
+
+    def _gradient_factor(self, strategy):
+        """Return what the backward pass leaves of each byte of gradients that it makes: see `StepProfile.peak`."""
+        whole, accumulates = self._bytes, self.args.gradient_accumulation_steps > 1
+        if strategy == "single":
+            return 0 if accumulates and not whole["masters"] else 1
+        # Else they go into buckets, or are shared out: both are there all the time.
+        return whole["masters"] / whole["gradients"] if strategy == "ddp" and not accumulates else 0
 
     def phases(self, modes):
         """Return the peak of each phase of the run, in bytes of a process on its device."""

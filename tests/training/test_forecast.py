@@ -11,6 +11,7 @@ from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 
 import train_qwen_image
 import train_wan_video
+from benchmarks import forecasts as benchmark
 from memory import offload
 from memory.log import MemoryLog
 from memory.plan import MemoryPlan
@@ -327,6 +328,38 @@ def test_shares_of_several_processes_by_hand(forecast):
             gathered = 2 * max(sum(p.nbytes for p in block.parameters()) for block in blocks)
             assert fixed["weights"] == whole["weights"] // 4 + gathered and fixed["adapters"] == adapters // 4
     assert Launch("cuda").strategy == "single"
+
+
+def test_shares_of_eight_processes_of_a_real_model():
+    """Qwen-Image, full, AdamW, at 1024x1024, in GiB: the whole gradient is nowhere.
+
+    By hand: 20.43e9 weights in bf16, their gradients in fp32, masters and two moments are 18 bytes each, of which an
+    eighth is 42.8; two whole blocks are 1.3, the gradients of one 0.6, what a step has alive beside these 2.0. ZeRO-3
+    has a bucket of 1.9 instead of the gradients of a block.
+    """
+    made = benchmark.dry_run("Qwen-Image", benchmark.QWEN_1024, "full", "--optimizer", "adamw")
+    plan = MemoryPlan({"transformer_blocks": ("recompute",) * 60})
+    found = {name: num_bytes / GIB for name, num_bytes in made.describe(plan)["per_process"].items()}
+    assert found["zero3"] == pytest.approx(48.0, rel=0.01) and found["fsdp2"] == pytest.approx(46.7, rel=0.01)
+    # DDP has its buckets in bf16 all the time, and at the optimizer step sums in fp32.
+    single = sum(made.training(plan.modes)[0].values()) / GIB
+    assert found["ddp"] - single == pytest.approx(2 * 20.43e9 / GIB, rel=0.01)
+    # It is the same whether eight processes are thought of or there.
+    made.launch = dataclasses.replace(made.launch, strategy="ddp", num_processes=8)
+    assert made.describe(plan)["training_peak_bytes"] / GIB == found["ddp"]
+
+
+@pytest.mark.parametrize("flags, alone, ddp", [([], 0, 2), (["--gradient_accumulation_steps", "2"], 4, 6)])
+def test_sums_of_micro_batches_are_in_fp32(flags, alone, ddp, forecast):
+    """Of weights in bf16, by hand: they are there all the time, with DDP beside its buckets."""
+    made, plan = forecast("qwen_image", "--training_mode", "full", "--mixed_precision", "bf16", *flags)
+    count = sum(math.prod(shape) for shape, _ in made.parameters.values())
+    assert made._shares("single", 1)[0]["gradients"] == alone * count
+    fixed, at_step = made._shares("ddp", 2)
+    assert fixed["gradients"] == ddp * count and at_step == 6 * count
+    # Without accumulation they are made as the backward pass goes.
+    with_ddp = made.profile.peak(plan.modes, gradient_factor=made._gradient_factor("ddp"))
+    assert (with_ddp.gradient_bytes > 0) == (not flags)
 
 
 def test_what_is_parked_is_limited_by_the_flag_or_by_the_free_memory_of_the_host(command, monkeypatch):
