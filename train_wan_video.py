@@ -67,9 +67,9 @@ from training.data.encoding import (
     read_unchanged,
     weights_identity,
 )
-from training.data.metadata import IMAGE_SUFFIXES, read_datasets
+from training.data.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_datasets
 from training.data.report import draw_contact_sheet
-from training.data.videos import VIDEO_SUFFIXES, inspect_clips, read_clip
+from training.data.videos import inspect_clips, read_clip
 from training.errors import RefusedError, refuse_unreadable_model
 from training.export import LORA_FILE, check_result, load_result, save_result
 from training.flow_matching import sigma_law

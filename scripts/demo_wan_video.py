@@ -28,8 +28,8 @@ from skimage import data
 from pipelines import wan_video as family
 from scripts import demo
 from train_wan_video import FAMILY, WanVideoTrainingModule
-from training.data.metadata import read_rows
-from training.data.videos import VIDEO_SUFFIXES, read_clip
+from training.data.metadata import VIDEO_SUFFIXES, read_rows
+from training.data.videos import read_clip
 
 
 # Of the window that moves over each photograph, in the first and in the last frame: left, top and side in pixels.

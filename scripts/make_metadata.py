@@ -31,7 +31,7 @@ from pathlib import Path
 # The script may be started from anywhere; the folder that Python adds is this script's own.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from training.arguments import Parser  # noqa: E402
-from training.data.metadata import IMAGE_SUFFIXES, METADATA_SUFFIXES, read_sidecars  # noqa: E402
+from training.data.metadata import IMAGE_SUFFIXES, METADATA_SUFFIXES, VIDEO_SUFFIXES, read_sidecars  # noqa: E402
 from training.errors import RefusedError, exit_codes  # noqa: E402
 
 
@@ -116,7 +116,6 @@ def inspect_folder(args, cache_dir):
     """
     from training.data.cache import Cache
     from training.data.inspection import Inspector, inspect_each
-    from training.data.videos import VIDEO_SUFFIXES
 
     kind = {"media_suffixes": (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), "frame_folders": True}
     rows = read_sidecars(args.folder, allow_missing_captions=args.allow_missing_captions, **kind)

@@ -15,8 +15,8 @@ from skimage import data
 
 from training.data.buckets import Sizing
 from training.data.images import to_tensor
-from training.data.metadata import read_rows
-from training.data.videos import VIDEO_SUFFIXES, inspect_clips, read_clip
+from training.data.metadata import VIDEO_SUFFIXES, read_rows
+from training.data.videos import inspect_clips, read_clip
 
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -17,8 +17,7 @@ from PIL import ExifTags, Image
 
 from scripts import make_metadata
 from training.data import videos
-from training.data.metadata import IMAGE_SUFFIXES, METADATA_SUFFIXES, read_rows
-from training.data.videos import VIDEO_SUFFIXES
+from training.data.metadata import IMAGE_SUFFIXES, METADATA_SUFFIXES, VIDEO_SUFFIXES, read_rows
 from training.errors import RefusedError
 
 

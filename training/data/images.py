@@ -57,6 +57,8 @@ def open_image(media, name=None):
                 raise ValueError(
                     f"it has {image.width}x{image.height} pixels, and at most {MAX_SOURCE_PIXELS} are read"
                 )
+            if image.format == "TIFF" and image.tag_v2.get(254, 0) & 1:
+                raise ValueError("it is the raw data of a camera, behind a small preview; save it as PNG or JPEG")
             # MPO is a JPEG with a preview or a second view behind the picture.
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise ValueError(f"it has {image.n_frames} frames, and a picture has one")
@@ -66,9 +68,29 @@ def open_image(media, name=None):
             return _to_rgb(_upright(image, name), profile, limited)
     except UnidentifiedImageError as error:
         num_bytes = len(media) if embedded else os.path.getsize(media)
-        raise RefusedError(f"{name} is not a picture that Pillow can read ({num_bytes} bytes).") from error
+        detail = "HEIF: save it as PNG or JPEG" if is_heif(media) else f"{num_bytes} bytes"
+        raise RefusedError(f"{name} is not a picture that Pillow can read ({detail}).") from error
     except Exception as error:  # on damaged files Pillow raises OSError, SyntaxError, ValueError, struct.error, ...
         raise RefusedError(f"{name} cannot be used: {error}.") from error
+
+
+def is_heif(media):
+    """Tells whether the file at a path, or bytes, are a HEIF image, whose codec is not AVIF's."""
+    if isinstance(media, bytes):
+        head = media[:12]
+    else:
+        with open(media, "rb") as file:
+            head = file.read(12)
+    return head[4:8] == b"ftyp" and head[8:] in (
+        b"heic",
+        b"heix",
+        b"heim",
+        b"heis",
+        b"hevc",
+        b"hevx",
+        b"mif1",
+        b"msf1",
+    )
 
 
 def _upright(image, name):

@@ -24,7 +24,28 @@ from training.errors import RefusedError
 
 logger = logging.getLogger(__name__)
 
-IMAGE_SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+# The endings of what is read: of Pillow's formats in `images.py`, and of FFmpeg's containers in `videos.py`.
+IMAGE_SUFFIXES = (
+    *(".apng", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".j2c", ".j2k", ".jfif", ".jp2", ".jpc", ".jpe", ".jpeg"),
+    *(".jpf", ".jpg", ".jpx", ".mpo", ".pbm", ".pfm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"),
+)
+VIDEO_SUFFIXES = (
+    *(".264", ".265", ".3g2", ".3gp", ".asf", ".avi", ".divx", ".f4v", ".flv", ".gif", ".h264", ".h265", ".hevc"),
+    *(".m1v", ".m2t", ".m2ts", ".m2v", ".m4v", ".mkv", ".mov", ".mp4", ".mpe", ".mpeg", ".mpg", ".mpv", ".mts"),
+    *(".ogv", ".qt", ".ts", ".vob", ".webm", ".wmv"),
+)
+# And of what people take for images and clips, and is read only where the file is something else than it is called.
+FOREIGN_IMAGE_SUFFIXES = (
+    *(".3fr", ".ai", ".arw", ".bpg", ".cr2", ".cr3", ".crw", ".dcr", ".dds", ".dng", ".emf", ".eps", ".erf", ".exr"),
+    *(".fff", ".hdr", ".heic", ".heics", ".heif", ".hif", ".icns", ".ico", ".iiq", ".jls", ".jxl", ".jxr", ".kdc"),
+    *(".mef", ".mos", ".mrw", ".nef", ".nrw", ".orf", ".pcx", ".pdf", ".pef", ".psb", ".psd", ".qoi", ".raf", ".raw"),
+    *(".rw2", ".rwl", ".sgi", ".sr2", ".srf", ".srw", ".svg", ".svgz", ".tga", ".wdp", ".wmf", ".x3f", ".xcf"),
+)
+FOREIGN_VIDEO_SUFFIXES = (
+    *(".amv", ".av1", ".braw", ".dv", ".ivf", ".mjpeg", ".mjpg", ".mxf", ".nut", ".obu", ".ogm", ".r3d", ".rm"),
+    *(".rmvb", ".swf", ".wtv", ".y4m"),
+)
+_MEDIA_SUFFIXES = {*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, *FOREIGN_IMAGE_SUFFIXES, *FOREIGN_VIDEO_SUFFIXES}
 METADATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 
 # Hugging Face (file_name + text), DiffSynth-Studio (image or video + prompt), Open-Sora (path + text).
@@ -146,8 +167,9 @@ def read_rows(
         media_column: Column of the pictures or clips, if it has none of the known names.
         caption_column: Column of the captions, if it has none of the known names.
         allow_missing_captions: Gives items without a caption the caption `""` instead of refusing them.
-        media_suffixes: Which files of a folder are items, in lower case. With others than pictures among them, a
-            Hugging Face dataset may have a column of videos.
+        media_suffixes: Which files of a folder are items, in lower case; others that are images or clips by their
+            ending are so only with a text of their own, and what reads them says what is wrong. With others than
+            pictures among them, a Hugging Face dataset may have a column of videos.
         frame_folders: Whether a folder can be one item: where it holds pictures only and a text of its name stands
             beside it, or where a row names it. Its pictures are no items then.
 
@@ -203,8 +225,9 @@ def read_sidecars(dataset_path, *, allow_missing_captions=False, media_suffixes=
 
 
 def frame_names(folder):
-    """Returns the names of the pictures in a folder of frames, in no order."""
-    return [name for name in os.listdir(folder) if not name.startswith(".") and _suffix(name) in IMAGE_SUFFIXES]
+    """Returns the names of the pictures in a folder of frames, in no order, also of those that cannot be read."""
+    suffixes = (*IMAGE_SUFFIXES, *FOREIGN_IMAGE_SUFFIXES)
+    return [name for name in os.listdir(folder) if not name.startswith(".") and _suffix(name) in suffixes]
 
 
 def first_five(problems):
@@ -383,6 +406,17 @@ def _sidecar_items(folder, files, media_suffixes, frame_folders):
     for name in files:
         if _suffix(name) in media_suffixes and name not in frames:
             media.setdefault(_stem(name), []).append(name)
+    others, places = {}, {os.path.dirname(name) for name in frames}
+    for name in files:
+        # Beside what is read, photos may have their raw data, and images the files that they were painted in.
+        if _stem(name) not in media and _suffix(name) in _MEDIA_SUFFIXES and os.path.dirname(name) not in places:
+            others.setdefault(_stem(name), []).append(name)
+    media |= {key: names for key, names in others.items() if key in texts}
+    left_out = [name for key, names in others.items() if key not in texts for name in names]
+    if left_out:
+        logger.warning(
+            "%s: %d files of other kinds without texts are no items:\n%s", folder, len(left_out), first_five(left_out)
+        )
     captions, problems = {}, {}
     for key in media.keys() & texts.keys():
         text = texts[key][0]
@@ -394,9 +428,20 @@ def _sidecar_items(folder, files, media_suffixes, frame_folders):
             captions[key] = _read_text(os.path.join(folder, text), text)
         except RefusedError as error:
             captions[key], problems[key] = "", str(error)
-    orphans = [name for key, names in texts.items() if key not in media for name in names]
+    beside = {}
+    for name in files:
+        if _suffix(name) != ".txt":
+            beside.setdefault(_stem(name), name)
+    orphans = [
+        f"{name} (beside {beside[key]}, which is no image or clip by its ending)" if key in beside else name
+        for key, names in texts.items()
+        if key not in media
+        for name in names
+    ]
     if orphans:
-        logger.warning("%s has %d texts without a file of their name:\n%s", folder, len(orphans), first_five(orphans))
+        logger.warning(
+            "%s has %d texts without an image or clip of their name:\n%s", folder, len(orphans), first_five(orphans)
+        )
     items = [
         _Item(name, captions.get(key), Path(folder, name), name, problems.get(key))
         for key, names in media.items()

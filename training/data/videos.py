@@ -24,15 +24,13 @@ from PIL import Image
 from training.arguments import round_down_frames
 from training.data.buckets import keyed_draw
 from training.data.colours import UNSTATED, expand_range, profile_of_numbers
-from training.data.images import PICTURE_FORMATS, cover_and_crop, on_white, open_image, to_srgb, to_tensor
+from training.data.images import PICTURE_FORMATS, cover_and_crop, is_heif, on_white, open_image, to_srgb, to_tensor
 from training.data.inspection import Inspector, dropped_record, inspect_each
-from training.data.metadata import IMAGE_SUFFIXES, first_five, frame_names
+from training.data.metadata import FOREIGN_IMAGE_SUFFIXES, IMAGE_SUFFIXES, first_five, frame_names
 from training.errors import RefusedError
 
 
 logger = logging.getLogger(__name__)
-
-VIDEO_SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
 
 # FFmpeg also knows pictures, playlists that name other files, text, and raw data.
 CONTAINERS = "asf,avi,flv,gif,h264,hevc,m4v,matroska,mov,mpeg,mpegts,mpegvideo,ogg"
@@ -215,8 +213,12 @@ def _kind(media):
         with contextlib.suppress(Exception):  # as in open_image; who reads it next says what is wrong
             with Image.open(io.BytesIO(media) if embedded else media, formats=PICTURE_FORMATS) as image:
                 return "video" if image.format == "GIF" else "picture"
+        with contextlib.suppress(OSError):
+            # FFmpeg would take the tiles that it is made of for frames.
+            if is_heif(media):
+                return "picture"
     # The name decides on what is neither.
-    return "picture" if suffix in IMAGE_SUFFIXES and suffix != ".gif" else "video"
+    return "picture" if suffix in (*IMAGE_SUFFIXES, *FOREIGN_IMAGE_SUFFIXES) and suffix != ".gif" else "video"
 
 
 def _frame_files(folder, name):
@@ -426,6 +428,10 @@ def _ends_early(file, num_bytes):
         return _matroska_ends_early(read, num_bytes)
     if head[:3] == b"GIF":
         return _gif_ends_early(read, num_bytes)
+    if head == b"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa":
+        # Of ASF the properties hold it, 0 in streams.
+        place = read(0, 65536).find(b"\xa1\xdc\xab\x8c\x47\xa9\xcf\x11\x8e\xe4\x00\xc0\x0c\x20\x53\x65")
+        return place >= 0 and int.from_bytes(read(place + 40, 8), "little") > num_bytes
     position = 0
     if head[:4] == b"RIFF":
         # One chunk, and more of them above 1 GB. Recorders that crashed, and streams, leave 0 or the largest number.

@@ -529,6 +529,46 @@ def test_other_kinds_of_files_are_refused_by_name(tmp_path, name, data):
         open_image(tmp_path / name)
 
 
+HEIF = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)
+
+
+def other_media(folder):
+    """Writes files that people take for images, each with a caption, and returns why each is no item of images."""
+    raw = encode(Image.new("RGB", (16, 12)), "TIFF", tiffinfo={254: 1})
+    unread = "is not a picture that Pillow can read"
+    files = {
+        "a.heic": (HEIF, "is not a picture that Pillow can read (HEIF: save it as PNG or JPEG)."),
+        "b.nef": (
+            raw,
+            "cannot be used: it is the raw data of a camera, behind a small preview; save it as PNG or JPEG.",
+        ),
+        "c.psd": (b"8BPS" + bytes(100), unread),
+        "d.svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", unread),
+        "e.jxl": (b"\xff\x0a" + bytes(100), unread),
+        "f.mp4": (b"\0\0\0\x18ftypmp42" + bytes(100), unread),
+        "g.cr2": (b"II*\0\x10\0\0\0CR\2\0" + bytes(100), ""),
+    }
+    for name, (data, _) in files.items():
+        (folder / name).write_bytes(data)
+        (folder / name).with_suffix(".txt").write_text("a caption")
+    return {name: reason for name, (_, reason) in files.items()}
+
+
+def test_other_media_are_bad_items_by_name(tmp_path):
+    expected = other_media(tmp_path)
+    for name in ("h.jfif", "i.jpe"):
+        (tmp_path / name).write_bytes(encode(Image.new("RGB", (64, 64)), "JPEG"))
+        (tmp_path / name).with_suffix(".txt").write_text("a caption")
+    rows, sizing = read_rows(tmp_path), Sizing(64, 64, None, 16, 1)
+    with pytest.raises(RefusedError) as info:
+        inspect_rows(rows, sizing)
+    assert f"{len(expected)} of {len(rows)} pictures cannot be used" in str(info.value)
+    for name, reason in expected.items():
+        assert f"{name} {reason}" in str(info.value)
+    items = inspect_rows(rows, sizing, on_bad_sample="skip")
+    assert [item.row.id for item in items if item.record["decision"] == "used"] == ["h.jfif", "i.jpe"]
+
+
 @pytest.mark.parametrize("file_format", ["AVIF", "GIF", "PNG", "WEBP", "TIFF"])
 def test_animations_are_refused(file_format):
     frames = [Image.fromarray(noise(16, 16, seed)) for seed in range(3)]

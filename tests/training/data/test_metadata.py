@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from training.data import metadata
+from training.data.images import PICTURE_FORMATS
 from training.data.inspection import Inspector, inspect_each
 from training.data.metadata import IMAGE_SUFFIXES
 from training.errors import RefusedError
@@ -168,7 +169,33 @@ def test_texts_without_a_picture_are_said(tmp_path, caplog):
     folder_of(tmp_path, {"a.jpg": "one"})
     write(tmp_path / "b.txt", "two")
     read_rows(tmp_path)
-    assert "1 texts without a file of their name:\n  b.txt" in caplog.text
+    assert "1 texts without an image or clip of their name:\n  b.txt" in caplog.text
+
+
+def test_a_text_beside_a_file_of_another_kind_is_said_to_be_so(tmp_path, caplog):
+    folder_of(tmp_path, {"a.jpg": "one"})
+    write(tmp_path / "b.jpg_large")
+    write(tmp_path / "b.txt", "two")
+    read_rows(tmp_path)
+    assert "b.txt (beside b.jpg_large, which is no image or clip by its ending)" in caplog.text
+
+
+def test_endings_of_images_are_those_of_the_formats_that_are_read():
+    Image.init()
+    formats = {*PICTURE_FORMATS, "MPO", "DIB"}
+    assert set(IMAGE_SUFFIXES) == {suffix for suffix, name in Image.registered_extensions().items() if name in formats}
+
+
+@pytest.mark.parametrize(
+    "suffix", [".heic", ".CR2", ".nef", ".dng", ".psd", ".svg", ".jxl", ".mp4", ".ts", ".wmv", ".mxf"]
+)
+def test_other_media_are_items_where_they_have_a_text_and_nothing_else_has_it(tmp_path, caplog, suffix):
+    folder_of(tmp_path, {"a.jpg": "one", f"b{suffix}": "two", "c.jpg": "three"})
+    write(tmp_path / f"c{suffix}")
+    write(tmp_path / f"without{suffix}")
+    assert pairs(read_rows(tmp_path)) == [("a.jpg", "one"), (f"b{suffix}", "two"), ("c.jpg", "three")]
+    assert f"1 files of other kinds without texts are no items:\n  without{suffix}" in caplog.text
+    assert "without an image" not in caplog.text
 
 
 # Captions
@@ -716,8 +743,10 @@ def test_other_suffixes_are_items_when_they_are_asked_for(tmp_path):
     folder_of(tmp_path, {"a.MP4": "one", "sub/é.webm": "two", "b.png": "three"})
     write(tmp_path / "c.mkv")
     assert pairs(read_clips(tmp_path)) == [("a.MP4", "one"), ("b.png", "three"), ("sub/é.webm", "two")]
-    assert pairs(read_rows(tmp_path)) == [("b.png", "three")]
-    (tmp_path / "b.png").unlink()
+    # A clip with a text is meant to be an item also where images are trained, and is refused there once it is read.
+    assert pairs(read_rows(tmp_path)) == [("a.MP4", "one"), ("b.png", "three"), ("sub/é.webm", "two")]
+    for name in ("a.txt", "b.png", "sub/é.txt"):
+        (tmp_path / name).unlink()
     assert "no items" in refused(tmp_path)
     assert "nor files that end in .avi, .mov" in refused(tmp_path, media_suffixes=(".avi", ".mov"))
 
@@ -747,7 +776,7 @@ def test_a_folder_of_pictures_with_a_text_of_its_name_is_one_item(tmp_path):
     # Without being asked, a folder is a place and its pictures are the items.
     rows = read_rows(tmp_path, allow_missing_captions=True)
     assert [row.id for row in rows] == [
-        *("clip.v2/0.png", "clip.v2/1.jpg", "loose/0.png", "mixed/0.png", "sub/deep/0.png")
+        *("clip.v2/0.png", "clip.v2/1.jpg", "loose/0.png", "mixed/0.png", "mixed/a.mp4", "sub/deep/0.png")
     ]
 
 

@@ -20,7 +20,7 @@ from PIL import Image, ImageCms, ImageDraw
 from training.data import videos
 from training.data.buckets import Sizing
 from training.data.images import cover_and_crop, open_image, to_tensor
-from training.data.metadata import Row, read_rows
+from training.data.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Row, read_rows
 from training.data.videos import inspect_clips, read_clip
 from training.errors import RefusedError
 
@@ -760,6 +760,15 @@ def test_files_that_are_cut_off_are_named(tmp_path, name):
         assert "train/0" in refused(row_of(path.read_bytes(), "train/0"))
 
 
+def test_asf_that_is_cut_off_between_its_packets_is_named(tmp_path):
+    path = write_clip(tmp_path / "a.wmv", [noise(64, 64)] * 17, 16, "wmv2", "yuv420p")
+    data = path.read_bytes()
+    assert load(path)[0]["used"]["frames"] == 17
+    for part in (0.6, 0.95):
+        path.write_bytes(data[: int(len(data) * part)])
+        assert "a.wmv cannot be used: it is cut off" in refused(path)
+
+
 def test_what_a_crashed_recorder_or_a_stream_leaves_is_used(tmp_path):
     """Its header says nothing about its length: 0 in RIFF, all ones in Matroska."""
     data = bytearray(whole_file(tmp_path, "a.avi").read_bytes())
@@ -938,6 +947,59 @@ def test_what_it_is_decides_and_not_its_name(tmp_path):
     assert indices(load(tmp_path / "gif.png")[1]) == list(range(5))
 
 
+@pytest.mark.parametrize(
+    ("suffix", "codec"),
+    [
+        *((suffix, "libx264") for suffix in (".ts", ".mts", ".m2ts", ".flv", ".f4v", ".3gp", ".3g2", ".m4v", ".asf")),
+        *((suffix, "mpeg2video") for suffix in (".mpg", ".mpeg", ".vob", ".m2v")),
+        *((suffix, "wmv2") for suffix in (".wmv",)),
+        *((suffix, "libx265") for suffix in (".hevc",)),
+        *((suffix, "libvpx") for suffix in (".ogv",)),
+    ],
+)
+def test_every_ending_that_can_be_read_is_an_item(tmp_path, suffix, codec):
+    options = QUICK if codec == "libvpx" else {}
+    write_clip(tmp_path / f"a{suffix}", [noise(64, 64)] * 5, 25, codec, "yuv420p", options)
+    (tmp_path / "a.txt").write_text("a caption")
+    (row,) = read_rows(tmp_path, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), frame_folders=True)
+    assert (row.id, row.caption, row.problem) == (f"a{suffix}", "a caption", None)
+    assert load(row, fps=25)[0]["used"]["frames"] == 5
+
+
+HEIF = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
+
+
+def test_other_media_are_bad_items_by_name(tmp_path):
+    """A HEIF image is one also where FFmpeg would read it, here the frames of a clip under its brand."""
+    clip = write_clip(tmp_path / "source.mp4", greys(5), 16, "libx265", "yuv420p").read_bytes()
+    files = {"a.heic": HEIF + clip[24:], "b.psd": b"8BPS" + bytes(100), "c.mxf": bytes(100), "d.jpg": HEIF + clip[24:]}
+    (tmp_path / "source.mp4").unlink()
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        (tmp_path / name).with_suffix(".txt").write_text("a caption")
+    rows = read_rows(tmp_path, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), frame_folders=True)
+    message = refused(*rows, row_of(files["a.heic"], "train/0"))
+    for line in (
+        "a.heic is not a picture that Pillow can read (HEIF",
+        "b.psd is not a picture that Pillow can read",
+        "c.mxf is not a video that FFmpeg can read",
+        "d.jpg is not a picture that Pillow can read (HEIF",
+        "train/0 is not a picture that Pillow can read (HEIF",
+    ):
+        assert line in message
+
+
+def test_a_frame_that_cannot_be_read_is_not_passed_over(tmp_path):
+    folder = tmp_path / "frames"
+    folder.mkdir()
+    for n in range(5):
+        Image.new("RGB", (64, 64)).save(folder / f"{n}.png")
+    (folder / "5.heic").write_bytes(HEIF)
+    (tmp_path / "frames.txt").write_text("a caption")
+    (row,) = read_rows(tmp_path, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), frame_folders=True)
+    assert "frames: 5.heic is not a picture that Pillow can read (HEIF" in refused(row)
+
+
 @pytest.mark.parametrize("text", ["#EXTM3U\n#EXTINF:1,\n/etc/{}\n", "ffconcat version 1.0\nfile {}\n"])
 def test_playlists_are_not_followed(tmp_path, text):
     path = write_clip(tmp_path / "other.mp4", greys(5), 16, "libx264", "yuv420p")
@@ -1068,7 +1130,7 @@ def test_a_dataset_of_every_kind_of_clip(tmp_path):
         Image.fromarray(frame).save(tmp_path / "d" / f"{n}.png")
     for name in ("sub/é", "b", "c", "d"):
         (tmp_path / f"{name}.txt").write_text(f"caption of {name}")
-    suffixes = tuple(sorted({*videos.VIDEO_SUFFIXES, *videos.IMAGE_SUFFIXES}))
+    suffixes = tuple(sorted({*VIDEO_SUFFIXES, *IMAGE_SUFFIXES}))
     rows = read_rows(tmp_path, media_suffixes=suffixes, frame_folders=True)
     assert [(row.id, row.caption) for row in rows] == [
         ("b.GIF", "caption of b"),
