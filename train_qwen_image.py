@@ -153,7 +153,12 @@ def main(args, log):
     sizes = [item.record["used"]["size"] for item in items]
     laws = [sigma_law(args, pipeline.sigma_shift(scheduler, height, width)) for width, height in sizes]
     batches, last_step = plan_batches(
-        args, items, accelerator.num_processes, resumed=resumed, model=pipeline.describe(skeleton)
+        args,
+        items,
+        accelerator.num_processes,
+        num_tokens=pipeline.num_tokens,
+        resumed=resumed,
+        model=pipeline.describe(skeleton),
     )
     further_captions = [DROPPED_CAPTION] * (args.caption_dropout > 0) + preview_prompts(args)
     count_tokens = partial(pipeline.count_prompt_tokens, tokenizer)
@@ -189,6 +194,7 @@ def main(args, log):
         optimizer=(optimizer_class, optimizer_arguments),
         encoders=partial(pipeline.encoder_skeletons, model, num_tokens=max(caption_tokens.values()), **hub),
         records=[item.record for item in items],
+        samples_by_size=batches.samples_by_size,
         caption_tokens=caption_tokens,
         to_encode={"text encoder": embeds.missing, "VAE": latents.missing},
         held_out=[item.record for item in held_out],

@@ -214,6 +214,7 @@ def main(args, log):
         args,
         items,
         accelerator.num_processes,
+        num_tokens=variant.num_tokens,
         resumed=resumed,
         model=pipeline.describe(skeleton) | dataclasses.asdict(variant),
         num_stages=len(experts),
@@ -264,6 +265,7 @@ def main(args, log):
         optimizer=(optimizer_class, optimizer_arguments),
         encoders=partial(pipeline.encoder_skeletons, model, task=task, **hub),
         records=[item.record for item in items],
+        samples_by_size=batches.samples_by_size,
         caption_tokens=dict.fromkeys(caption_tokens, pipeline.MAX_SEQUENCE_LENGTH),  # padded
         to_encode={"text encoder": embeds.missing, "VAE": latents.missing},
         held_out=[item.record for item in held_out],

@@ -33,6 +33,7 @@ COVERED_BY = {
     "caption_column": "training/data/test_metadata.py::test_flags_decide_between_columns_and_the_rest_is_listed",
     "height": "test_train_wan_video.py::test_refused_before_models_load",
     "width": "test_train_wan_video.py::test_refused_before_models_load",
+    "aspect_buckets": "training/data/test_buckets.py::test_ordinary_photographs_share_shapes",
     "max_pixels": "training/data/test_images.py::test_sizes_under_a_cap",
     "num_frames": "test_train_wan_video.py::test_frame_counts",
     "fps": "test_train_wan_video.py::test_flags_reach_the_clips",

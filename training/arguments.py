@@ -210,7 +210,15 @@ FLAGS = {
             "max_pixels",
             _positive_int,
             None,
-            "Instead of height and width: each picture in its own shape, with at most so many pixels. Default: off.",
+            "Instead of height and width: about the shape of each item, with at most so many pixels. Default: off.",
+        ),
+        (
+            "aspect_buckets",
+            _natural,
+            DERIVED,
+            "How many shapes there are under a cap on pixels (max_pixels, or sizes such as 480p in a bucket_config), "
+            "from 1:2 to 2:1 and alike in pixels; each item is cropped to the nearest. 0: each has its own. "
+            "Default: 9.",
         ),
         ("num_frames", _positive_int, DERIVED, "Frames of a clip, 4n + 1, if it has as many. Default: {num_frames}."),
         ("fps", _positive, DERIVED, "Frames per second at which clips are trained. Default: {fps}."),
@@ -806,6 +814,11 @@ def _refuse_without_effect(args, given):
         both = [f"--{name}" for name in replaced if name in given and instead in given]
         if both:
             raise RefusedError(f"Give {' and '.join(both)}, or {instead} in a config file, not both.")
+    if "aspect_buckets" in given and not _has_cap(args):
+        raise RefusedError(
+            "--aspect_buckets has no effect without a cap on pixels: --max_pixels, or sizes such as 480p or 512px in "
+            "bucket_config."
+        )
     if args.lr_warmup_steps and args.lr_scheduler == "constant":
         raise RefusedError(
             "--lr_warmup_steps has no effect with --lr_scheduler constant; use constant_with_warmup, or 0 steps."
@@ -841,8 +854,15 @@ def _refuse_without_effect(args, given):
         raise RefusedError(f"--min_sigma {args.min_sigma} must be below --max_sigma {args.max_sigma}.")
 
 
+def _has_cap(args):
+    """Return whether items have a cap on pixels instead of one size."""
+    return args.max_pixels is not None or any(bucket_pixels(size)[1] is None for size in args.bucket_config or ())
+
+
 def _resolve(args):
     """Fill in the defaults that depend on other flags."""
+    if args.aspect_buckets is DERIVED:
+        args.aspect_buckets = 9 if _has_cap(args) else None
     if args.cache_dir is DERIVED:
         args.cache_dir = str(pathlib.Path(args.output_dir) / "cache")
     # What structured settings say instead is absent in `run.json`.

@@ -98,6 +98,7 @@ class RunForecast:
         optimizer (`tuple[type, dict]`): See `find_optimizer`.
         encoders (`Callable[..., dict]`): From `height`, `width` and `num_frames` to `encoder_skeletons`.
         records (`list[dict]`): Of the items that are trained.
+        samples_by_size (`dict[tuple, int]`): How many an epoch has of each: a batch has no more.
         caption_tokens (`dict[str, int]`): Of each caption the tokens that its embedding has.
         to_encode (`dict[str, dict]`):
             Phase of an encoder -> what is not in the cache yet, as `Encodings.missing` has it: captions, or items.
@@ -117,6 +118,7 @@ class RunForecast:
     optimizer: tuple
     encoders: object
     records: list
+    samples_by_size: dict
     caption_tokens: dict
     to_encode: dict
     held_out: list = ()
@@ -129,7 +131,8 @@ class RunForecast:
         return math.prod((*record["used"]["size"], record["used"]["frames"]))
 
     def _batch_size(self, record):
-        return bucket_key(record, self.args.train_batch_size)[-1]
+        *size, batch_size = bucket_key(record, self.args.train_batch_size)
+        return min(batch_size, self.samples_by_size.get(tuple(size), batch_size))
 
     def _encode(self, record):
         """Return the peak of each encoder's phase at the size of an item, its weights, and the shapes of a sample."""

@@ -105,8 +105,11 @@ def train(
                 raise StoppedError(f"stopped by {stopped_by}; {checkpoint} is complete, go on from there")
         for batch in metrics.waiting_for(loader):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
+            if not losses:
+                # The last step of an epoch may have fewer micro-batches than Accelerate counts up to.
+                accelerator.step = args.gradient_accumulation_steps - len(batches.micro_batches(step + 1))
             with accelerator.accumulate(model):
-                loss = model(batch) * batches.loss_weight(step + 1, len(losses))
+                loss = model(batch) * batches.loss_weight(step + 1, len(losses), accelerator.process_index)
                 losses.append(loss.detach())
                 sample_losses.append(module.sample_losses)
                 accelerator.backward(loss)
@@ -134,7 +137,7 @@ def train(
                 average.step()
             metrics.add(
                 step=step,
-                loss=torch.stack(losses).mean(),
+                loss=torch.stack(losses).sum() / args.gradient_accumulation_steps,
                 sample_losses=torch.cat(sample_losses),
                 lr=lr,
                 grad_norm=grad_norm,

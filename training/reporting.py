@@ -298,9 +298,9 @@ class Metrics:
         """Raise if the numbers of a step are not finite, or warn if that may be."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        own = self.batches.own_part(record["step"], self.accelerator.process_index)
+        own = itertools.chain(*self.batches.own_part(record["step"], self.accelerator.process_index))
         finite = sample_losses.isfinite().tolist()
-        bad = [self.dataset.ids[index] for index, good in zip(own, finite, strict=True) if not good]
+        bad = [self.dataset.ids[index] for (*_, index), good in zip(own, finite, strict=True) if not good]
         bad = sorted(set(itertools.chain(*gather_from_all(self.accelerator, bad))))
         step = self.steps_before + record["step"]
         samples = sorted({self.dataset.ids[index] for index in self.batches.step(record["step"])})

@@ -1,15 +1,16 @@
-"""Which sample is trained when: the order of the dataset, micro-batches of equal size, and what is drawn for each.
+"""Which sample is trained when: epochs, optimizer steps, batches of items of one size, and what is drawn for each.
 
-One unit of the order is a micro-batch of all processes together: `train_batch_size * num_processes` samples of one
-size. Process r takes its r-th part. So one process with twice the batch size sees what two processes see, at
-the same places of the global batch; and all processes have equally many tokens at any moment, so that none waits. An
-epoch does not end a batch: what is missing of its last one, of each size, comes from the next epoch.
+In an epoch every item is trained exactly `dataset_repeat` times. Items of one size make batches of
+`train_batch_size`, the last of which may be short. An optimizer step takes as many batches as there are processes x
+micro-batches, of about equally many tokens, so that no process waits long for another; the last step of an epoch takes
+what is left. A process that finds nothing left runs one sample that does not count. Which samples a step has, and
+their places in it, does not depend on how it is shared out: two processes see what one sees in two micro-batches.
 """
 
 import collections
 import concurrent.futures
+import functools
 import hashlib
-import heapq
 import itertools
 import json
 import logging
@@ -25,8 +26,12 @@ from training.flow_matching import Draw
 logger = logging.getLogger(__name__)
 
 
+# Batches of one step have at most so many times the tokens of each other, as long as there are enough of them.
+_ALIKE = 1.25
+
+
 class BatchPlan:
-    """The order of training, the same on every process.
+    """The order of training, the same on every process: a function of the step.
 
     Args:
         sizes (`list[tuple]`):
@@ -34,125 +39,155 @@ class BatchPlan:
         train_batch_size, dataset_repeat (`int`, or `list[int]` with one for each item):
             Items of one size with different batch sizes do not meet.
         num_processes, gradient_accumulation_steps, seed (`int`)
+        tokens (`list[int]`, *optional*): For each item how many tokens it is for the model; by default equally many.
     """
 
     def __init__(
-        self, sizes, *, train_batch_size, num_processes, gradient_accumulation_steps=1, dataset_repeat=1, seed=0
+        self,
+        sizes,
+        *,
+        train_batch_size,
+        num_processes,
+        gradient_accumulation_steps=1,
+        dataset_repeat=1,
+        tokens=None,
+        seed=0,
     ):
         def for_each(value):
             return [value] * len(sizes) if isinstance(value, int) else value
 
-        self.num_processes, self.gradient_accumulation_steps = num_processes, gradient_accumulation_steps
-        self.batch_sizes, repeats = for_each(train_batch_size), for_each(dataset_repeat)
-        self.samples_per_epoch = sum(repeats)
-        several = len(set(self.batch_sizes)) > 1
-        # None where they differ from step to step.
-        self.samples_per_micro_batch = None if several else self.batch_sizes[0] * num_processes
-        self.samples_per_step = None if several else self.samples_per_micro_batch * gradient_accumulation_steps
+        self.num_processes, self.seed = num_processes, seed
+        self.batches_per_step = num_processes * gradient_accumulation_steps
+        self.batch_sizes, self.tokens = for_each(train_batch_size), for_each(tokens or 1)
         self.identity = {}  # what a checkpoint remembers of the run, from `plan_batches`
-        self._units, self._times, self._samples_before = [], [], [0]
         self._buckets = {}
+        repeats = for_each(dataset_repeat)
         for index, (size, batch_size, repeat) in enumerate(zip(sizes, self.batch_sizes, repeats, strict=True)):
             self._buckets.setdefault((size, batch_size), []).extend([index] * repeat)
-        self._stream = self._unit_stream(seed)
+        self.samples_per_epoch = sum(repeats)
+        num_batches = sum(-(-len(indices) // batch_size) for (_, batch_size), indices in self._buckets.items())
+        self.steps_per_epoch = -(-num_batches // self.batches_per_step)
+        several = len(set(self.batch_sizes)) > 1
+        # Of a whole step; None where that differs from step to step.
+        self.samples_per_step = None if several else self.batch_sizes[0] * self.batches_per_step
+        self._epoch = functools.lru_cache(maxsize=2)(self._plan_epoch)
+
+    @property
+    def samples_by_size(self):
+        """How many samples of each size an epoch has."""
+        counts = collections.Counter()
+        for (size, _), indices in self._buckets.items():
+            counts[size] += len(indices)
+        return counts
 
     def micro_batches(self, step):
-        """Return the micro-batches of an optimizer step, counted from 1: of each the items of all processes."""
-        first = (step - 1) * self.gradient_accumulation_steps
-        last = first + self.gradient_accumulation_steps
-        while len(self._units) < last:
-            time, unit = next(self._stream)
-            self._times.append(time)
-            self._units.append(unit)
-            self._samples_before.append(self._samples_before[-1] + len(unit))
-        return self._units[first:last]
+        """Return the micro-batches of an optimizer step, counted from 1: of each, for each process a list of items.
+
+        Lists at the end of the last one may be empty.
+        """
+        epoch, place = divmod(step - 1, self.steps_per_epoch)
+        batches = self._epoch(epoch)[0][place]
+        batches = batches + [[]] * (-len(batches) % self.num_processes)
+        return [batches[first : first + self.num_processes] for first in range(0, len(batches), self.num_processes)]
 
     def step(self, step):
         """Return the items of an optimizer step, counted from 1: for each position of the global batch an index."""
-        return list(itertools.chain(*self.micro_batches(step)))
+        epoch, place = divmod(step - 1, self.steps_per_epoch)
+        return list(itertools.chain(*self._epoch(epoch)[0][place]))
 
     def own_part(self, step, process_index):
-        """Return the items of an optimizer step that one process has, in the order in which it has them."""
-        parts = [(len(unit) // self.num_processes, unit) for unit in self.micro_batches(step)]
-        return [index for size, unit in parts for index in unit[process_index * size : (process_index + 1) * size]]
+        """Return what one process does in an optimizer step: for each micro-batch the places (step, position, index).
 
-    def loss_weight(self, step, micro_batch):
-        """Return what the mean loss of a micro-batch, from 0, counts: so that each sample of the step counts alike."""
-        if self.samples_per_step is not None:
-            return 1.0
-        sizes = [len(unit) for unit in self.micro_batches(step)]
-        return sizes[micro_batch] * len(sizes) / sum(sizes)
+        Where nothing is left for it, that is one item of the micro-batch at a position after those of the step.
+        """
+        parts, position, num_samples = [], 0, len(self.step(step))
+        for micro_batch in self.micro_batches(step):
+            first = position + sum(map(len, micro_batch[:process_index]))
+            own = [(step, first + n, index) for n, index in enumerate(micro_batch[process_index])]
+            parts.append(own or [(step, num_samples, micro_batch[0][0])])
+            position += sum(map(len, micro_batch))
+        return parts
+
+    def loss_weight(self, step, micro_batch, process_index):
+        """Return what the mean loss of a micro-batch, from 0, counts on a process.
+
+        The mean of the weighted losses over all processes and `gradient_accumulation_steps` micro-batches is that over
+        the samples of the step, also where it has fewer micro-batches. 1 where all batches are whole.
+        """
+        own = self.micro_batches(step)[micro_batch][process_index]
+        return len(own) * self.batches_per_step / len(self.step(step))
 
     def samples_before(self, step):
         """Return how many samples come before an optimizer step."""
-        if self.samples_per_step is not None:
-            return (step - 1) * self.samples_per_step
-        if step > 1:
-            self.micro_batches(step - 1)
-        return self._samples_before[(step - 1) * self.gradient_accumulation_steps]
+        epoch, place = divmod(step - 1, self.steps_per_epoch)
+        return epoch * self.samples_per_epoch + (self._epoch(epoch)[1][place] if place else 0)
 
-    def steps_for(self, num_epochs):
-        """Return how many optimizer steps take every sample of `num_epochs` epochs."""
-        num_units = sum(
-            -(-num_epochs * len(indices) // (batch_size * self.num_processes))
-            for (_, batch_size), indices in self._buckets.items()
-        )
-        return -(-num_units // self.gradient_accumulation_steps)
+    def epoch(self, step):
+        """Return the epoch, from 0, to which an optimizer step belongs."""
+        return (step - 1) // self.steps_per_epoch
 
     def describe(self, last_step):
         """Return one line on the length of a run of `last_step` optimizer steps, for a person."""
         num_samples = self.samples_before(last_step + 1)
-        size = self.samples_per_step or f"{num_samples / last_step:.4g} (on average)"
-        per_process = f"{min(self.batch_sizes)} to {max(self.batch_sizes)}"
-        if self.samples_per_step:
-            per_process = self.batch_sizes[0]
+        least, most = min(self.batch_sizes), max(self.batch_sizes)
+        per_process = most if least == most else f"{least} to {most}"
         return (
-            f"{last_step} optimizer steps of {size} samples ({per_process} per process and "
-            f"micro-batch x {self.num_processes} processes x {self.gradient_accumulation_steps} micro-batches); "
-            f"{self.samples_per_epoch} samples per epoch, "
-            f"{num_samples / self.samples_per_epoch:.4g} epochs"
+            f"{last_step} optimizer steps of {num_samples / last_step:.4g} samples on average (up to {per_process} "
+            f"per process and micro-batch x {self.num_processes} processes x "
+            f"{self.batches_per_step // self.num_processes} micro-batches); {self.samples_per_epoch} samples in "
+            f"{self.steps_per_epoch} steps per epoch, {num_samples / self.samples_per_epoch:.4g} epochs"
         )
 
-    def epoch(self, step):
-        """Return the epoch, from 0, in which an optimizer step begins."""
-        self.micro_batches(step)
-        return int(self._times[(step - 1) * self.gradient_accumulation_steps])
+    def _plan_epoch(self, epoch):
+        """Return the steps of an epoch, each a list of batches, and how many samples come before each step."""
+        timed = []
+        for number, ((_, batch_size), indices) in enumerate(self._buckets.items()):
+            order, jitter = (
+                np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, number, purpose, epoch])))
+                for purpose in (0, 1)
+            )
+            order = order.permutation(len(indices))
+            # Each bucket lays its batches out over the epoch, one somewhere in each slot of its own length; sorted by
+            # time they mix at random and yet keep every size in step with the others.
+            for first in range(0, len(indices), batch_size):
+                batch = [indices[place] for place in order[first : first + batch_size]]
+                timed.append(((first + jitter.random() * len(batch)) / len(indices), batch))
+        timed.sort(key=lambda entry: entry[0])
 
-    def _unit_stream(self, seed):
-        """Yield (time in epochs, unit) for ever, each size in proportion to its number of items."""
-        # Each bucket lays its units out over time, one somewhere in each slot of its own length; merged by time they
-        # mix at random and yet keep every item in step with the others.
-        streams = [
-            self._bucket_stream(number, indices, batch_size * self.num_processes, seed)
-            for number, ((_, batch_size), indices) in enumerate(self._buckets.items())
-        ]
-        return heapq.merge(*streams, key=lambda timed: timed[0])
+        def num_tokens(batch):
+            return sum(self.tokens[index] for index in batch)
 
-    def _bucket_stream(self, number, indices, unit_size, seed):
-        """Yield (time in epochs, unit) of one bucket."""
-        items = self._shuffled_for_ever(number, indices, seed)
-        jitter = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number, 1])))
-        for slot in itertools.count():
-            # A slot that reaches into the next epoch is used up to there: the epoch's last items come within it.
-            begin = slot * unit_size
-            end_of_epoch = (begin // len(indices) + 1) * len(indices)
-            time = begin + jitter.random() * (min(begin + unit_size, end_of_epoch) - begin)
-            yield time / len(indices), list(itertools.islice(items, unit_size))
+        classes, heaviest = [], None
+        for tokens in sorted({num_tokens(batch) for _, batch in timed}, reverse=True):
+            if heaviest is None or tokens * _ALIKE < heaviest:
+                heaviest = tokens
+                classes.append([])
+            classes[-1].append(tokens)
+        class_of = {tokens: number for number, alike in enumerate(classes) for tokens in alike}
+        members = [[] for _ in classes]
+        for entry in timed:
+            members[class_of[num_tokens(entry[1])]].append(entry)
 
-    @staticmethod
-    def _shuffled_for_ever(number, indices, seed):
-        for epoch in itertools.count():
-            order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number, 0, epoch])))
-            yield from (indices[i] for i in order.permutation(len(indices)))
+        size, groups, rest = self.batches_per_step, [], []
+        for alike in members:
+            whole = len(alike) // size * size
+            groups += [alike[first : first + size] for first in range(0, whole, size)]
+            rest += alike[whole:]
+        groups += [rest[first : first + size] for first in range(0, len(rest), size)]
+        groups.sort(key=lambda group: (len(group) < size, min(time for time, _ in group)))
+        steps = [[batch for _, batch in group] for group in groups]
+        counts = [sum(map(len, batches)) for batches in steps]
+        return steps, list(itertools.accumulate(counts, initial=0))
 
 
-def plan_batches(args, items, num_processes, *, resumed, model, num_stages=1):
+def plan_batches(args, items, num_processes, *, num_tokens, resumed, model, num_stages=1):
     """Return the `BatchPlan` of this run and its last optimizer step.
 
     Args:
         args (`argparse.Namespace`)
         items (`list[Item]`): Those that are trained, which are batched by their size.
         num_processes (`int`)
+        num_tokens (`Callable[[int, int, int], int]`): From height, width and frames to the tokens of a sample.
         resumed (`dict`): State of the checkpoint to go on from, of `find_checkpoint`.
         model (`dict`): What the model is, for a checkpoint to know; values that JSON takes.
         num_stages (`int`): How often the run makes all those steps, each time with another transformer.
@@ -168,17 +203,25 @@ def plan_batches(args, items, num_processes, *, resumed, model, num_stages=1):
         num_processes=num_processes,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         dataset_repeat=[item.row.repeat for item in items],
+        tokens=[num_tokens(height, width, num_frames) for width, height, num_frames, _ in keys],
         seed=args.seed,
     )
-    last_step = args.max_train_steps or batches.steps_for(args.num_train_epochs)
+    last_step = args.max_train_steps or args.num_train_epochs * batches.steps_per_epoch
+    if len(batches.micro_batches(1)) < args.gradient_accumulation_steps:
+        logger.warning(
+            "--gradient_accumulation_steps is %d, but an epoch has %d micro-batches and a step takes no more; raise "
+            "--dataset_repeat for larger steps",
+            *(args.gradient_accumulation_steps, len(batches.micro_batches(1))),
+        )
     described = [
         [*(item.record[key] for key in ("id", "caption", "used")), item.row.repeat, item.digest] for item in items
     ]
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
     batches.identity = {"model": json.loads(json.dumps(model)), "dataset": digest}
-    batches.identity |= {
-        name: getattr(batches, name) for name in ("samples_per_step", "samples_per_epoch", "samples_per_micro_batch")
-    }
+    # Items of one size come in the same order however a step is split; with several sizes the split decides.
+    split = ("batches_per_step",) if len(set(keys)) > 1 else ()
+    compared = ("samples_per_step", "samples_per_epoch", *split, "steps_per_epoch")
+    batches.identity |= {name: getattr(batches, name) for name in compared}
     batches.identity |= {"num_processes": num_processes, "last_step": last_step}
     if resumed["step"] == 0:
         return batches, last_step
@@ -187,15 +230,11 @@ def plan_batches(args, items, num_processes, *, resumed, model, num_stages=1):
             f"--resume_from_checkpoint: the checkpoint is at step {resumed['step']}, this run ends at step "
             f"{num_stages * last_step}; raise --max_train_steps or --num_train_epochs."
         )
-    # Items of one size come in the same order however a step is split; with several sizes the split decides.
-    split = ("samples_per_micro_batch",) if len(set(keys)) > 1 else ()
-    if batches.samples_per_step is None:
-        split = ("num_processes",)
-    for name in ("samples_per_step", "samples_per_epoch", *split):
-        if batches.identity[name] != resumed[name]:
+    for name in compared:
+        if batches.identity[name] != resumed.get(name):
             raise RefusedError(
                 f"--resume_from_checkpoint: this run has {batches.identity[name]} {name.replace('_', ' ')}, that of "
-                f"the checkpoint had {resumed[name]}; make them equal (a step has batch size x processes x "
+                f"the checkpoint had {resumed.get(name)}; make them equal (a step has batch size x processes x "
                 "accumulation, an epoch items x repeats)."
             )
     for key, before in resumed["model"].items():
@@ -216,31 +255,6 @@ def plan_batches(args, items, num_processes, *, resumed, model, num_stages=1):
             *(last_step, resumed["last_step"], args.lr_scheduler),
         )
     return batches, last_step
-
-
-class MicroBatchSampler(torch.utils.data.Sampler):
-    """The part of one process: for each micro-batch a list of (step, position, index).
-
-    Args:
-        plan (`BatchPlan`)
-        process_index (`int`)
-        steps (`range`): The optimizer steps to make.
-    """
-
-    def __init__(self, plan, *, process_index, steps):
-        self.plan, self.process_index, self.steps = plan, process_index, steps
-
-    def __len__(self):
-        return len(self.steps) * self.plan.gradient_accumulation_steps
-
-    def __iter__(self):
-        for step in self.steps:
-            before = 0
-            for unit in self.plan.micro_batches(step):
-                size = len(unit) // self.plan.num_processes
-                first = self.process_index * size
-                yield [(step, before + place, unit[place]) for place in range(first, first + size)]
-                before += len(unit)
 
 
 class TrainingDataset(torch.utils.data.Dataset):
@@ -310,7 +324,8 @@ def load_batches(dataset, plan, *, process_index, steps, num_workers, pin_memory
 
     Args:
         dataset (`TrainingDataset`)
-        plan (`BatchPlan`), process_index (`int`), steps (`range`): See `MicroBatchSampler`.
+        plan (`BatchPlan`), process_index (`int`)
+        steps (`range`): The optimizer steps to make.
         num_workers (`int`): Threads; each is up to two batches ahead. With 0 a batch is made when it is asked for.
         pin_memory (`bool`): Whether batches are copied to where a GPU can fetch them from while it computes.
     """
@@ -321,7 +336,7 @@ def load_batches(dataset, plan, *, process_index, steps, num_workers, pin_memory
             batch = {name: tensor if tensor is None else tensor.pin_memory() for name, tensor in batch.items()}
         return batch
 
-    places = MicroBatchSampler(plan, process_index=process_index, steps=steps)
+    places = itertools.chain.from_iterable(plan.own_part(step, process_index) for step in steps)
     if num_workers == 0:
         return map(load, places)
     return map_ahead(load, places, num_threads=num_workers, num_ahead=2 * num_workers)

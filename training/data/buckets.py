@@ -3,6 +3,9 @@
 import collections
 import dataclasses
 import functools
+import itertools
+import math
+import statistics
 import zlib
 
 import numpy as np
@@ -70,6 +73,44 @@ def target_size(source_width, source_height, *, height, width, max_pixels, divis
     return max(sizes, key=worth)
 
 
+@functools.lru_cache
+def aspect_shapes(max_pixels, divisor, num_shapes):
+    """Returns the shapes [(height, width), ...] of one area: from 1:2 to 2:1 in equal factors, alike in pixels."""
+    aspects = np.geomspace(0.5, 2, num_shapes) if num_shapes > 1 else [1.0]
+    # As a large source of that aspect would train.
+    sides = [(round(1e6 * aspect**0.5), round(1e6 / aspect**0.5)) for aspect in aspects]
+    return [target_size(*side, height=None, width=None, max_pixels=max_pixels, divisor=divisor) for side in sides]
+
+
+def cropped_share(source, used):
+    """Returns the share of a side that is cropped away when `source` (width, height) covers `used` (width, height)."""
+    ratio = source[0] * used[1] / (source[1] * used[0])
+    return 1 - min(ratio, 1 / ratio)
+
+
+@functools.lru_cache(maxsize=65536)
+def nearest_shape(source_width, source_height, *, max_pixels, divisor, num_shapes):
+    """Chooses the shape of `aspect_shapes` that crops least, of the largest area that enlarges by at most a tenth.
+
+    Areas are `max_pixels` and, for small sources, three quarters of it, again and again.
+
+    Args:
+        source_width, source_height: Upright, in pixels.
+        max_pixels, divisor: See `target_size`.
+        num_shapes: Of each area.
+
+    Returns:
+        (height, width) in pixels.
+    """
+    source = source_width, source_height
+    while True:
+        shapes = aspect_shapes(max_pixels, divisor, num_shapes)
+        height, width = min(shapes, key=lambda shape: (cropped_share(source, shape[::-1]), -math.prod(shape)))
+        if max(height / source_height, width / source_width) <= 1.1 or max_pixels * 3 // 4 < divisor**2:
+            return height, width
+        max_pixels = max_pixels * 3 // 4
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizing:
     """Chooses the size, length and batch size of an item: by one rule for all of them, or by a bucket config.
@@ -83,6 +124,7 @@ class Sizing:
         num_frames: The most frames of a clip.
         bucket_config: From `parse_args`, or None.
         seed: Of the draws.
+        aspect_buckets: How many shapes there are under a cap on pixels; 0: each item has its own.
     """
 
     height: int | None
@@ -92,12 +134,14 @@ class Sizing:
     num_frames: int | None = 1
     bucket_config: dict | None = None
     seed: int = 42
+    aspect_buckets: int = 0
 
     @classmethod
     def from_args(cls, args, divisor):
         """Returns the rule that the flags ask for."""
         num_frames = getattr(args, "num_frames", 1)
-        return cls(args.height, args.width, args.max_pixels, divisor, num_frames, args.bucket_config, args.seed)
+        rule = args.bucket_config, args.seed, args.aspect_buckets or 0
+        return cls(args.height, args.width, args.max_pixels, divisor, num_frames, *rule)
 
     def choose(self, item_id, source_width, source_height, num_frames):
         """Chooses for one item.
@@ -113,7 +157,7 @@ class Sizing:
         Raises:
             RefusedError: See `target_size`.
         """
-        fit = functools.partial(target_size, source_width, source_height, divisor=self.divisor)
+        fit = functools.partial(self._fit, source_width, source_height)
         if self.bucket_config is None:
             size = fit(height=self.height, width=self.width, max_pixels=self.max_pixels)
             return *size, self.num_frames, None
@@ -139,6 +183,13 @@ class Sizing:
         listed = "; ".join(f"{name}: {', '.join(lengths)} frames" for name, lengths in self.bucket_config.items())
         return f"no bucket of bucket_config takes it ({listed})"
 
+    def _fit(self, source_width, source_height, *, height, width, max_pixels):
+        source = source_width, source_height
+        size = target_size(*source, height=height, width=width, max_pixels=max_pixels, divisor=self.divisor)
+        if max_pixels is None or not self.aspect_buckets:
+            return size
+        return nearest_shape(*source, max_pixels=max_pixels, divisor=self.divisor, num_shapes=self.aspect_buckets)
+
 
 def bucket_key(record, train_batch_size):
     """Return what items of one micro-batch have in common: (width, height, frames, batch size)."""
@@ -146,39 +197,33 @@ def bucket_key(record, train_batch_size):
     return *used["size"], used["frames"], used.get("batch_size") or train_batch_size
 
 
-def describe_buckets(records, repeats, *, train_batch_size, num_processes, tokens_per_sample):
+def describe_buckets(records, repeats, *, train_batch_size, tokens_per_sample):
     """Return the lines of the table of buckets, for a person.
 
     Args:
         records (`list[dict]`): Of the items that are trained.
         repeats (`list[int]`): How often each comes in one epoch.
         train_batch_size (`int`): Of buckets that do not say their own.
-        num_processes (`int`)
         tokens_per_sample (`Callable[[int, int, int], int]`): From height, width and frames to tokens of the model.
     """
-    counts, samples = collections.Counter(), collections.Counter()
+    crops, samples = collections.defaultdict(list), collections.Counter()
     for record, repeat in zip(records, repeats, strict=True):
         key = bucket_key(record, train_batch_size)
-        counts[key] += 1
+        crops[key].append(cropped_share(record["source"]["size"], record["used"]["size"]))
         samples[key] += repeat
+    row = "{:>24} {:>7} {:>9} {:>6} {:>7} {:>12} {:>6} {:>7}".format
     lines = [
-        f"{'bucket (w x h x frames)':>24} {'items':>7} {'per epoch':>9} {'batch':>6} {'tokens/batch':>12} {'fill':>5}"
+        row("bucket (w x h x frames)", "items", "per epoch", "batch", "batches", "tokens/batch", "crop", "at most")
     ]
-    small = 0
-    for key in sorted(counts, key=lambda key: (key[0] * key[1] * key[2], key), reverse=True):
+    for key in sorted(crops, key=lambda key: (key[0] * key[1] * key[2], key), reverse=True):
         width, height, num_frames, batch_size = key
-        unit = batch_size * num_processes
         tokens = batch_size * tokens_per_sample(height, width, num_frames)
-        small += counts[key] < unit
-        fill = samples[key] / (-(-samples[key] // unit) * unit)
-        name = f"{width} x {height} x {num_frames}"
-        lines.append(f"{name:>24} {counts[key]:>7} {samples[key]:>9} {batch_size:>6} {tokens:>12} {fill:>5.0%}")
+        crop = [f"{share:.1%}" for share in (statistics.median(crops[key]), max(crops[key]))]
+        name, num_batches = f"{width} x {height} x {num_frames}", -(-samples[key] // batch_size)
+        lines.append(row(name, len(crops[key]), samples[key], batch_size, num_batches, tokens, *crop))
+    everything = list(itertools.chain(*crops.values()))
     lines.append(
-        "  fill: the last batch of an epoch, if it stood alone; nothing is dropped or padded, since what is missing "
-        "in it comes from the next epoch"
+        f"  crop: share of a side that is cut off, median and most of each bucket; of all items "
+        f"{statistics.median(everything):.1%} and {max(everything):.1%}"
     )
-    if small:
-        lines.append(
-            f"  {small} buckets have fewer items than one batch of all processes: items come twice in one batch"
-        )
     return lines

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tqdm.auto import tqdm
 
+from training.data.buckets import cropped_share
 from training.data.cache import code_identity
 from training.data.metadata import Row, first_five
 from training.errors import RefusedError
@@ -178,12 +179,17 @@ def _judge(items, marks, what, on_bad_sample):
         raise RefusedError(f"All {len(items)} {what} are dropped:\n{listing}")
     if dropped:
         logger.warning("%d of %d %s are dropped:\n%s", len(dropped), len(items), what, first_five(dropped))
-    enlarged = []
+    enlarged, cropped = [], []
     for _, record, _ in items:
         if record["decision"] == "used":
             source, used = record["source"]["size"], record["used"]["size"]
-            scale = max(used[0] / source[0], used[1] / source[1])
+            change = f"{record['id']}: {source[0]}x{source[1]} to {used[0]}x{used[1]}"
+            scale, share = max(used[0] / source[0], used[1] / source[1]), cropped_share(source, used)
             if scale > 2:
-                enlarged.append(f"{record['id']}: {source[0]}x{source[1]} to {used[0]}x{used[1]}, {scale:.1f} times")
+                enlarged.append(f"{change}, {scale:.1f} times")
+            if share > 0.25:
+                cropped.append(f"{change}, {share:.0%}")
     if enlarged:
         logger.warning("%d %s are enlarged more than 2 times:\n%s", len(enlarged), what, first_five(enlarged))
+    if cropped:
+        logger.warning("%d %s lose more than a quarter of a side:\n%s", len(cropped), what, first_five(cropped))

@@ -45,7 +45,6 @@ def describe_data(args, items, batches, *, num_tokens, cache_bytes):
         [item.record for item in used],
         [item.row.repeat for item in used],
         train_batch_size=args.train_batch_size,
-        num_processes=batches.num_processes,
         tokens_per_sample=num_tokens,
     )
     of_items = [item.record["used"] for item in used]

@@ -2,9 +2,10 @@
 
 import collections
 
+import numpy as np
 import pytest
 
-from training.data.buckets import Sizing, describe_buckets, keyed_draw
+from training.data.buckets import Sizing, aspect_shapes, cropped_share, describe_buckets, keyed_draw
 from training.errors import RefusedError
 
 
@@ -63,17 +64,83 @@ def test_draws_are_keyed_by_the_item():
     assert keyed_draw(1, "a", 1).random() != keyed_draw(1, "a", 2).random()
 
 
+@pytest.mark.parametrize("divisor", [16, 32])
+@pytest.mark.parametrize("side", [256, 512, 1024, 1328])
+def test_nine_shapes_crop_little_and_are_alike_in_pixels(side, divisor):
+    sizing = Sizing(None, None, side**2, divisor, aspect_buckets=9)
+    shapes, crops = set(), []
+    for aspect in np.geomspace(0.5, 2, 301):
+        source = round(4000 * aspect**0.5), round(4000 / aspect**0.5)
+        height, width, *_ = sizing.choose("a", *source, 1)
+        shapes.add((height, width))
+        crops.append(cropped_share(source, (width, height)))
+    pixels = [height * width for height, width in shapes]
+    assert len(shapes) == 9 and max(pixels) <= side**2
+    assert all(height % divisor == width % divisor == 0 for height, width in shapes)
+    assert max(crops) <= 0.12 and np.median(crops) < 0.05
+    if side >= 512 and divisor == 16:
+        assert min(pixels) > 0.93 * side**2
+
+
+def test_ordinary_photographs_share_shapes():
+    """Cut by hand, each with its own sides: without shapes in common every one would be a batch of its own."""
+    draw = np.random.default_rng(0)
+    sources = [(int(draw.integers(2400, 4100)), int(draw.integers(2000, 3100))) for _ in range(30)]
+    of_each = {Sizing(None, None, 1024**2, 16).choose("a", *source, 1)[:2] for source in sources}
+    sizing = Sizing(None, None, 1024**2, 16, aspect_buckets=9)
+    chosen = [sizing.choose("a", *source, 1)[:2] for source in sources]
+    assert len(of_each) > 20 and len(set(chosen)) <= 8
+    crops = [cropped_share(source, size[::-1]) for source, size in zip(sources, chosen, strict=True)]
+    assert max(crops) <= 0.12 and np.median(crops) < 0.05
+
+
+@pytest.mark.parametrize("num_shapes", [1, 2, 3, 15])
+def test_as_many_shapes_as_asked_for(num_shapes):
+    shapes = aspect_shapes(1024**2, 16, num_shapes)
+    aspects = sorted(width / height for height, width in shapes)
+    expected = [1.0] if num_shapes == 1 else np.geomspace(0.5, 2, num_shapes)
+    assert aspects == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ((1280, 720), (736, 1232)),  # a whole frame is not made smaller for being cropped in one direction
+        ((1000, 1000), (960, 960)),
+        ((640, 640), (608, 608)),
+        ((100, 100), (96, 96)),
+        ((16, 16), (16, 16)),
+        ((9, 9), (16, 16)),
+        ((4000, 500), (496, 992)),  # beyond 2:1 the nearest
+    ],
+)
+def test_small_sources_are_hardly_enlarged(source, expected):
+    height, width, *_ = Sizing(None, None, 1280 * 720, 16, aspect_buckets=9).choose("a", *source, 1)
+    assert (height, width) == expected
+    if min(source) > 16:
+        assert max(width / source[0], height / source[1]) <= 1.1
+
+
+def test_shapes_of_a_bucket_config():
+    config = {"512px": {"1": [1.0, 4]}, "640x320": {"1": [1.0, 2]}}
+    sizing = Sizing(None, None, None, 16, None, config, aspect_buckets=3)
+    sizes = {sizing.choose("a", 3000, 2000 + 37 * n, 1) for n in range(27)}
+    assert sizes == {(512, 512, 1, 4), (352, 704, 1, 4)}
+    assert sizing.choose("a", 650, 330, 1) == (320, 640, 1, 2), "a size with both sides stays as it is"
+
+
 def test_the_table_of_buckets():
-    used = [{"size": [64, 48], "frames": 1}] * 5 + [{"size": [64, 64], "frames": 5, "batch_size": 1}]
+    records = [{"source": {"size": [640, 480]}, "used": {"size": [64, 48], "frames": 1}} for _ in range(4)]
+    records.append({"source": {"size": [480, 480]}, "used": {"size": [64, 48], "frames": 1}})
+    records.append({"source": {"size": [64, 64]}, "used": {"size": [64, 64], "frames": 5, "batch_size": 1}})
     lines = describe_buckets(
-        [{"used": entry} for entry in used],
+        records,
         [1, 1, 1, 1, 2, 3],
         train_batch_size=4,
-        num_processes=2,
         tokens_per_sample=lambda height, width, frames: height * width * frames // 256,
     )
     assert [line.split() for line in lines[1:3]] == [
-        ["64", "x", "64", "x", "5", "1", "3", "1", "80", "75%"],
-        ["64", "x", "48", "x", "1", "5", "6", "4", "48", "75%"],
+        ["64", "x", "64", "x", "5", "1", "3", "1", "3", "80", "0.0%", "0.0%"],
+        ["64", "x", "48", "x", "1", "5", "6", "4", "2", "48", "0.0%", "25.0%"],
     ]
-    assert "2 buckets have fewer items than one batch" in lines[-1]
+    assert lines[-1].endswith("of all items 0.0% and 25.0%")
