@@ -227,7 +227,7 @@ def attention_peak(shape, dtype, num_mask_rows=None):
 
 @pytest.mark.parametrize("deterministic, num_sums", [(False, 1), (True, 4)])
 def test_scratch_of_the_backward_pass_of_attention(deterministic, num_sums, monkeypatch):
-    """Wan 14B, 1280x720, 81 frames, by hand: 75,600 tokens are 591 tiles of 128, and 132 multiprocessors do 40 heads."""
+    """Wan 14B, 1280x720, 81 frames, by hand: 75,600 tokens are 591 tiles of 128; 132 multiprocessors do 40 heads."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     tokens, gradients = 591 * 128, 3 * 40 * 75600 * 128 * 2
     scratch = attention_peak((1, 40, 75600, 128), torch.bfloat16) - gradients
