@@ -1,4 +1,7 @@
-"""Every flag is covered by a test that shows its effect, or its refusal: a new flag without one fails here."""
+"""Every flag is covered by a test that shows its effect, or its refusal: a new flag without one fails here.
+
+And so is every choice of a flag, and of every number a value other than the default.
+"""
 
 import ast
 import functools
@@ -6,8 +9,22 @@ import pathlib
 import re
 
 import pytest
+import torch
 
-from training.arguments import FLAGS
+from memory.plan import MemoryPlan
+from train_wan_video import FAMILY
+from training import arguments
+from training.arguments import FLAGS, parse_args, resolve_for_model
+from training.data.batches import plan_batches
+from training.data.buckets import Sizing
+from training.data.inspection import Item
+from training.data.metadata import Row
+from training.data.videos import _decide
+from training.ema import WeightAverage
+from training.errors import RefusedError
+from training.flow_matching import Draw, flow_losses, sigma_law
+from training.module import add_lora
+from training.optimizers import _PATHS, MasterWeights, find_optimizer, make_schedule
 
 
 TESTS = pathlib.Path(__file__).parent
@@ -59,6 +76,8 @@ COVERED_BY = {
     "learning_rate": "test_train_qwen_image.py::test_strength_rate_dropout_and_dtype",
     "lr_scheduler": "test_train_qwen_image.py::test_two_processes_train_on_for_several_steps",
     "lr_warmup_steps": "training/test_arguments.py::test_a_run_again_from_its_run_json",
+    "lr_num_cycles": "training/test_arguments.py::test_numbers_that_the_length_of_the_run_makes_void",
+    "lr_power": "training/test_arguments.py::test_refused",
     "optimizer": "training/test_module.py::test_learning_rate_reaches_every_optimizer",
     "optimizer_args": "training/test_arguments.py::test_kinds_of_optimizer_args",
     "weight_decay": "training/test_module.py::test_learning_rate_reaches_every_optimizer",
@@ -123,3 +142,224 @@ def test_the_test_exists_and_names_the_flag(flag):
     used = [constants[word] for word in set(re.findall(r"\w+", functions[name])) if word in constants]
     words = re.findall(r"\w+", "\n".join([functions[name], *used]))
     assert flag in words, f"{COVERED_BY[flag]} does not name --{flag}"
+
+
+# ---------------------------------------------------------------- choices and numbers
+
+
+def parsed(*flags):
+    required = ["--pretrained_model_name_or_path", "m", "--dataset_path", "d", "--output_dir", "o"]
+    args = parse_args([*required, *flags], description="", values=FAMILY, resolve=False)
+    values = {"divisor": 16, "height": 480, "width": 832, "num_frames": 81, "fps": 16.0, "tasks": ("t2v",)}
+    resolve_for_model(args, values | {"experts": (), "lora_target_modules": "q,v"})
+    return args
+
+
+def rates(args):
+    """The learning rate of each of 12 steps."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=args.learning_rate)
+    schedule = make_schedule(args, optimizer, 12)
+    found = []
+    for _ in range(12):
+        found.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def updates(args):
+    """A weight after three steps of the optimizer."""
+    optimizer_class, values = find_optimizer(args, torch.device("cpu"))
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 4096).reshape(64, 64))
+    optimizer = optimizer_class([weight], **values)
+    for step in range(3):
+        weight.grad = (weight.detach() + step).cos()
+        optimizer.step()
+    return weight[0, :3].tolist()
+
+
+def adapters(args):
+    """What a small LoRA is: names, shapes, strength, dropout."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8) for name in ("q", "k", "v")})
+    model.add_adapter = functools.partial(_add_adapter, model)
+    add_lora(model, args.lora_target_modules, args)
+    return [str(model), [getattr(layer, "scaling", None) for layer in model.modules()]]
+
+
+def _add_adapter(model, config, adapter_name="default"):
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(config, model, adapter_name)
+
+
+def sigmas(args):
+    law = sigma_law(args, 3.0)
+    return [law.quantile(u) for u in (0.1, 0.5, 0.9)]
+
+
+def losses(args):
+    prediction = torch.linspace(-1, 1, 12).reshape(3, 4)
+    return flow_losses(prediction, -prediction, torch.tensor([0.1, 0.5, 0.9]), args.loss_weighting).tolist()
+
+
+def noise(args):
+    return Draw(args.seed, 1, 0).noise((3,)).tolist()
+
+
+def clip(args):
+    """What is used of a clip of 200 frames at 24 fps."""
+    measured = {"size": [1920, 1080], "times": [0.0, 199 / 24], "num_frames": 200, "duration": 200 / 24, "fps": 24.0}
+    sizing = Sizing.from_args(args, 16)
+    row = Row("a.mp4", "", None, "a.mp4")
+    return _decide(row, measured, sizing=sizing, fps=args.fps, clip_part=args.clip_part, min_frames=1)["used"]
+
+
+def batches(args):
+    """The length of the run and its first samples."""
+    rows = [Row(str(n), "", None, str(n), repeat=args.dataset_repeat) for n in range(7)]
+    used = {"size": [64, 64], "frames": 1}
+    items = [Item(row, {"id": row.id, "caption": "", "used": used}, "") for row in rows]
+    plan, last_step = plan_batches(args, items, 1, resumed={"step": 0}, model={})
+    return last_step, [plan.micro_batches(step) for step in range(1, 5)]
+
+
+def modes(args):
+    return MemoryPlan.from_args(args, {"blocks": 4}).modes
+
+
+def average(args):
+    weights = MasterWeights([torch.nn.Parameter(torch.zeros(1))])
+    kept = WeightAverage(weights, args)
+    for _ in range(9):
+        weights.masters[0].data += 1
+        kept.step()
+    return kept.tensors[0].item()
+
+
+# Flag -> what it changes, and its values, each with the flags that it needs. What the default gives and what each
+# value gives are all different.
+EFFECTS = {
+    "seed": (noise, {"7": []}),
+    "lora_rank": (adapters, {"4": []}),
+    "lora_alpha": (adapters, {"4": []}),
+    "lora_dropout": (adapters, {"0.1": []}),
+    "height": (clip, {"256": ["--width", "832"]}),
+    "width": (clip, {"256": ["--height", "480"]}),
+    "max_pixels": (clip, {"65536": []}),
+    "num_frames": (clip, {"9": []}),
+    "fps": (clip, {"8": []}),
+    "clip_part": (clip, {"start": [], "middle": [], "random": []}),
+    "train_batch_size": (batches, {"2": []}),
+    "dataset_repeat": (batches, {"2": []}),
+    "gradient_accumulation_steps": (batches, {"2": []}),
+    "max_train_steps": (batches, {"5": []}),
+    "num_train_epochs": (batches, {"2": []}),
+    "checkpoint_blocks": (modes, {"2": ["--use_gradient_checkpointing"]}),
+    "learning_rate": (rates, {"2e-3": []}),
+    "lr_scheduler": (
+        rates,
+        {
+            "linear": [],
+            "cosine": [],
+            "cosine_with_restarts": ["--lr_num_cycles", "3"],
+            "polynomial": ["--lr_power", "2"],
+            "constant": [],
+            "constant_with_warmup": ["--lr_warmup_steps", "4"],
+        },
+    ),
+    "lr_warmup_steps": (rates, {"2": ["--lr_scheduler", "linear"], "3": ["--lr_scheduler", "linear"]}),
+    "lr_num_cycles": (rates, dict.fromkeys(("2", "3"), ["--lr_scheduler", "cosine_with_restarts"])),
+    "lr_power": (rates, dict.fromkeys(("0.5", "2"), ["--lr_scheduler", "polynomial"])),
+    "optimizer": (updates, {**{name: [] for name in _PATHS}, "torch.optim.SGD": []}),
+    "weight_decay": (updates, {"0.5": []}),
+    "timestep_sampling": (sigmas, {"uniform": [], "logit_normal": []}),
+    "sigma_shift": (sigmas, {"1": [], "2": []}),
+    "min_sigma": (sigmas, {"0.2": []}),
+    "max_sigma": (sigmas, {"0.8": []}),
+    "loss_weighting": (losses, {"none": [], "sigma_sqrt": [], "cosmap": []}),
+    "ema_decay": (average, {"0.1": ["--ema"], "0.3": ["--ema"]}),
+}
+
+# Flag -> its values, each with the test that shows it and names flag and value.
+SHOWN_BY = {
+    "training_mode": {"full": "test_train_qwen_image.py::test_full_result_can_be_trained_on"},
+    "lora_dtype": {"fp32": "test_train_qwen_image.py::test_strength_rate_dropout_and_dtype"},
+    "task": dict.fromkeys(
+        ("t2v", "i2v"), "test_train_wan_video.py::test_in_bf16_the_transformer_gets_what_the_stock_pipeline_gives_it"
+    ),
+    "dataloader_num_workers": {"3": "test_data.py::test_loaders_change_nothing_but_the_time"},
+    "caption_dropout": {"0.5": "training/data/test_batches.py::test_dropped_captions_change_nothing_else"},
+    "on_bad_sample": {"skip": "test_data.py::test_skip_trains_on_the_rest"},
+    "offload_buffer_size": {"4KB": "test_train_wan_video.py::test_a_full_buffer_changes_nothing"},
+    "memory_budget": {"budget": "training/test_forecast.py::test_a_budget_makes_the_plan"},
+    "max_grad_norm": {"0.05": "training/test_loop.py::test_clipping"},
+    "mixed_precision": dict.fromkeys(
+        ("no", "bf16"), "training/test_forecast.py::test_the_base_has_the_dtype_that_is_asked_for"
+    ),
+    "expert": {
+        "both": "test_train_wan_video.py::test_both_experts_in_one_run_equal_two_runs",
+        **dict.fromkeys(
+            ("high_noise", "low_noise"), "test_train_wan_video.py::test_both_experts_in_one_run_equal_two_runs"
+        ),
+    },
+    "max_skipped_steps": {"1": "training/test_loop.py::test_a_step_whose_loss_is_not_finite_is_left_out"},
+    "checkpointing_steps": {"1": "test_train_qwen_image.py::test_checkpoints_total_limit"},
+    "checkpoints_total_limit": {"2": "test_train_qwen_image.py::test_checkpoints_total_limit"},
+    "report_to": {
+        "tensorboard": "training/test_trackers.py::test_tensorboard",
+        "wandb": "training/test_trackers.py::test_wandb_offline",
+        "trackio": "training/test_trackers.py::test_trackio",
+    },
+    "logging_steps": {"3": "training/test_loop.py::test_logging_steps"},
+    "validation_steps": {"2": "test_validation.py::test_files_of_previews"},
+    "validation_split": {"0.4": "test_validation.py::test_what_is_held_out_is_not_trained"},
+    "guidance_scale": {"8": "test_validation.py::test_settings_of_previews"},
+    "num_inference_steps": {"3": "test_validation.py::test_settings_of_previews"},
+    "validation_seed": {"1": "test_validation.py::test_validation_seed_changes_the_loss_only"},
+}
+
+KINDS = {name: (kind, default) for flags in FLAGS.values() for name, kind, default, _ in flags}
+# What is no number; of texts with a list of names the names count as choices.
+NO_NUMBERS = (str, arguments.SWITCH, arguments._names, arguments._trackers, arguments._key_value)
+NAMED = {"optimizer": {*_PATHS}, "report_to": {"tensorboard", "wandb", "trackio"}}
+
+
+def test_every_choice_and_a_value_of_every_number_is_in_one_of_the_tables():
+    shown = {flag: set(values) for flag, (_, values) in EFFECTS.items()} | {
+        flag: set(values) for flag, values in SHOWN_BY.items()
+    }
+    assert len(shown) == len(EFFECTS) + len(SHOWN_BY), "one table is enough"
+    for flag, (kind, default) in KINDS.items():
+        if isinstance(kind, tuple) or flag in NAMED:
+            choices = set(kind if isinstance(kind, tuple) else NAMED[flag])
+            assert choices - {default} <= shown.get(flag, set()), flag
+        elif kind not in NO_NUMBERS:
+            assert shown.get(flag, set()) - {str(default)}, flag
+    assert set(shown) <= set(KINDS)
+
+
+@pytest.mark.parametrize("flag", EFFECTS)
+def test_each_value_gives_something_else(flag):
+    observe, values = EFFECTS[flag]
+
+    def seen(*flags):
+        try:
+            return repr(observe(parsed(*flags)))
+        except RefusedError as error:
+            return f"refused: {error}"
+
+    found = {value: seen(f"--{flag}", value, *further) for value, further in values.items()}
+    assert not any(text.startswith("refused") for text in found.values()), found
+    if KINDS[flag][1] not in values and not isinstance(KINDS[flag][0], tuple):
+        found["default"] = seen(*next(iter(values.values())) if flag not in ("height", "width") else ())
+    assert len(set(found.values())) == len(found), found
+
+
+@pytest.mark.parametrize("flag, value", [(flag, value) for flag, values in SHOWN_BY.items() for value in values])
+def test_the_test_names_the_value(flag, value):
+    file, _, name = SHOWN_BY[flag][value].partition("::")
+    functions, constants = definitions(file)
+    assert name in functions, SHOWN_BY[flag][value]
+    used = [constants[word] for word in set(re.findall(r"\w+", functions[name])) if word in constants]
+    words = re.findall(r"[\w.]+", "\n".join([functions[name], *used]))
+    assert value in words, f"{SHOWN_BY[flag][value]} does not name {value}"

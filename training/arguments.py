@@ -296,6 +296,18 @@ FLAGS = {
         ),
         ("lr_warmup_steps", _natural, 0, "Optimizer steps over which the rate rises from 0. 0 is off."),
         (
+            "lr_num_cycles",
+            _positive_int,
+            None,
+            "How often the rate falls, 2 or more; required by cosine_with_restarts, and for it only. Default: none.",
+        ),
+        (
+            "lr_power",
+            _positive,
+            None,
+            "Power of the fall, other than 1 (linear); required by polynomial, and for it only. Default: none.",
+        ),
+        (
             "optimizer",
             str,
             "adamw",
@@ -360,8 +372,8 @@ FLAGS = {
             "resume_from_checkpoint",
             str,
             None,
-            "Go on from a checkpoint folder, or from the latest complete one in the output_dir: latest. If there is "
-            "none yet, the run starts at its first step.",
+            "Go on from a checkpoint folder (a bare name is looked for in the output_dir first), or from the latest "
+            "complete one in the output_dir: latest. If there is none yet, the run starts at its first step.",
         ),
         ("push_to_hub", SWITCH, False, "Upload the result, its model card and the last previews to the hub."),
         ("hub_model_id", str, None, "Repository for push_to_hub. Default: the name of the output_dir."),
@@ -552,15 +564,19 @@ def _read_config(path, kinds):
         text = file.read_text(encoding="utf-8-sig")
         record = _read_record(text)
         # Everything stays text, so that `no`, `1e-5` and `007` mean what they would mean on the command line.
-        content = yaml.load(text, Loader=_unique_keys(yaml)) if record is None else _as_text(record)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RefusedError(f"--config: {path} is not YAML: {' '.join(str(error).split())}.") from None
+        content = yaml.load(text, Loader=_with_lines(yaml)) if record is None else _as_text(record)
+    except UnicodeDecodeError as error:
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        raise RefusedError(f"--config: {path}, line {line}: the byte 0x{byte:02x} is not UTF-8.") from None
+    except yaml.YAMLError as error:
+        raise RefusedError(f"--config: {path}, {_problem_in_yaml(text, error)}.") from None
     if content is None:
         content = {}
     if not isinstance(content, dict):
         raise RefusedError(f"--config: {path} must hold one key per flag, such as 'lora_rank: 16'.")
-    settings = {}
+    settings, file = {}, path
     for key, value in content.items():
+        path = _place(file, content, key)
         if key not in (*kinds, *CONFIG_ONLY) or (key == "config" and value is not None):
             known = [name for name in (*kinds, *CONFIG_ONLY) if name != "config"]
             raise RefusedError(f"{path}: unknown key {key!r}; the nearest is {_nearest(str(key), known)}.")
@@ -574,9 +590,9 @@ def _read_config(path, kinds):
             settings[key] = [(name, _tuples(item)) for name, item in record[key].items()]
             continue
         if key == "datasets":
-            settings[key] = _read_datasets(path, value, kinds)
+            settings[key] = _read_datasets(file, path, value, kinds)
         elif key == "bucket_config":
-            settings[key] = _read_bucket_config(path, value)
+            settings[key] = _read_bucket_config(file, path, value)
         elif kinds[key] is SWITCH:
             if not isinstance(value, str) or value.lower() not in (
                 "true",
@@ -629,51 +645,74 @@ def _tuples(value):
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _unique_keys(yaml):
-    """Return a loader of texts, and None where nothing is said, that refuses a key which stands twice: the first would
-    be ignored."""
+class _Mapping(dict):
+    """A mapping from YAML, with the line of each key in `lines`."""
+
+
+def _with_lines(yaml):
+    """Return a loader of texts, and None where nothing is said, in `_Mapping`s, that refuses a key which stands twice:
+    the first would be ignored."""
 
     class Loader(yaml.BaseLoader):
         def construct_scalar(self, node):
             return None if node.style is None and node.value in ("", "null", "~") else super().construct_scalar(node)
 
         def construct_mapping(self, node, deep=False):
-            mapping = super().construct_mapping(node, deep)
-            if len(mapping) < len(node.value):
-                keys = [key.value for key, _ in node.value]
-                twice = next(key for key in keys if keys.count(key) > 1)
-                raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+            mapping, lines = _Mapping(super().construct_mapping(node, deep)), {}
+            for key, _ in node.value:
+                if key.value in lines:
+                    problem = f"the key {key.value!r} stands twice, before in line {lines[key.value]}"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                lines[key.value] = key.start_mark.line + 1
+            mapping.lines = lines
             return mapping
 
     return Loader
 
 
-def _read_datasets(path, value, kinds):
+def _place(path, mapping, key):
+    """Return where a key stands, for messages: the file and, in YAML, the line."""
+    return f"{path}, line {mapping.lines[key]}" if key in getattr(mapping, "lines", ()) else path
+
+
+def _problem_in_yaml(text, error):
+    """Return where a text is no YAML, and why, in one line."""
+    mark, context = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
+    if mark is None:  # a character that YAML does not have
+        line, column = text.count("\n", 0, error.position) + 1, error.position - text.rfind("\n", 0, error.position)
+        return f"line {line}, column {column}: the character {chr(error.character)!r} is not allowed"
+    # What is not closed shows later only, at the next key or at the end.
+    within = f"{error.context} from line {context.line + 1} on, " if context and context.line < mark.line else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {within}{error.problem}"
+
+
+def _read_datasets(file, path, value, kinds):
     """Return the settings of several datasets, each with all of `DATASET_FLAGS`."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value) or not value:
         raise RefusedError(f"{path}: datasets must be a list of settings with a dataset_path each.")
     datasets = []
     for number, item in enumerate(value, 1):
-        where = f"{path}: dataset {number}"
         dataset = dict.fromkeys(DATASET_FLAGS) | {"dataset_repeat": 1}
         for key, text in item.items():
+            where = f"{_place(file, item, key)}: dataset {number}"
             if key not in DATASET_FLAGS:
                 raise RefusedError(f"{where}: unknown key {key!r}; the nearest is {_nearest(key, DATASET_FLAGS)}.")
             if text is not None:
                 dataset[key] = _convert_in(where, key, kinds, text)
         if dataset["dataset_path"] is None:
-            raise RefusedError(f"{where} has no dataset_path.")
+            raise RefusedError(f"{path}: dataset {number} has no dataset_path.")
         datasets.append(dataset)
     return datasets
 
 
-def _read_bucket_config(path, value):
+def _read_bucket_config(file, path, value):
     """Return the sizes as written -> number of frames (`str`, as JSON has it) -> [share, batch size]."""
     shape = "bucket_config must map sizes to frames to [share, batch size], such as 480p: {1: [1.0, 8], 81: [0.5, 1]}"
     if not isinstance(value, dict) or not value:
         raise RefusedError(f"{path}: {shape}.")
     buckets = {}
     for size, lengths in value.items():
+        path = _place(file, value, size)
         try:
             bucket_pixels(size)
         except ValueError:
@@ -685,6 +724,7 @@ def _read_bucket_config(path, value):
             raise RefusedError(f"{path}: {shape}; {size} has {lengths!r}.")
         buckets[size] = {}
         for num_frames, entry in lengths.items():
+            path = _place(file, lengths, num_frames)
             try:
                 share, batch_size = entry
                 parsed = [_fraction(share), _positive_int(batch_size)]
@@ -784,6 +824,8 @@ def parse_args(argv, *, description, values, resolve=True):
         setattr(args, name, given.get(name))
     _refuse_without_effect(args, given)
     _resolve(args)
+    if args.max_train_steps is not None:
+        check_length(args, args.max_train_steps)
     if resolve:
         resolve_for_model(args, values)
     return args
@@ -823,6 +865,17 @@ def _refuse_without_effect(args, given):
         raise RefusedError(
             "--lr_warmup_steps has no effect with --lr_scheduler constant; use constant_with_warmup, or 0 steps."
         )
+    if args.lr_scheduler == "constant_with_warmup" and not args.lr_warmup_steps:
+        raise RefusedError("--lr_scheduler constant_with_warmup needs --lr_warmup_steps; without a warm-up: constant.")
+    for name, scheduler, void, needed in (
+        ("lr_num_cycles", "cosine_with_restarts", 1, "of 2 or more; one cycle is --lr_scheduler cosine"),
+        ("lr_power", "polynomial", 1.0, "other than 1, as that is --lr_scheduler linear"),
+    ):
+        value = getattr(args, name)
+        if args.lr_scheduler == scheduler and value in (None, void):
+            raise RefusedError(f"--lr_scheduler {scheduler} needs --{name} {needed}.")
+        if args.lr_scheduler != scheduler and value is not None:
+            raise RefusedError(f"--{name} has no effect with --lr_scheduler {args.lr_scheduler}, only {scheduler}.")
     if args.checkpoints_total_limit is not None and args.checkpointing_steps is None:
         raise RefusedError("--checkpoints_total_limit has no effect without --checkpointing_steps.")
     if args.memory_budget is not None:
@@ -895,6 +948,61 @@ def _resolve(args):
         )
     if args.weight_decay is DERIVED:
         args.weight_decay = None if "." in args.optimizer else 0.01
+
+
+def check_length(args, num_steps, *, num_stages=1, num_samples=None):
+    """Check the numbers that mean something only beside the length of the run, and say which have little effect.
+
+    Args:
+        args (`argparse.Namespace`): From `parse_args`.
+        num_steps (`int`): Optimizer steps over which the learning rate has its schedule.
+        num_stages (`int`): How often the run makes them, each time with another transformer.
+        num_samples (`int`, *optional*): That are trained in them; without it nothing is said.
+
+    Raises:
+        RefusedError: The learning rate would never be reached, or never fall.
+    """
+    warmup, cycles, decay = args.lr_warmup_steps, args.lr_num_cycles, args.ema_decay
+    of_run, falling = f"of the run's {num_steps} optimizer steps", num_steps - warmup
+    if falling <= 0:
+        raise RefusedError(
+            f"--lr_warmup_steps {warmup} {of_run}: the rate would rise to {(num_steps - 1) / warmup:.2%} of "
+            f"--learning_rate and never reach it; allowed are 0 to {num_steps - 1}."
+        )
+    if cycles is not None and cycles >= falling:
+        raise RefusedError(
+            f"--lr_num_cycles {cycles} in the {falling} steps after the warm-up: the rate cannot fall in a cycle of "
+            "one step or less; give fewer cycles, or more steps."
+        )
+    if num_samples is None:
+        return
+
+    notes = []
+    if cycles is not None and 2 * cycles > falling:
+        notes.append(f"--lr_num_cycles {cycles}: a cycle has {falling / cycles:.3g} steps")
+    if falling == 1 and not args.lr_scheduler.startswith("constant"):
+        notes.append(f"--lr_scheduler {args.lr_scheduler} has 1 {of_run} to fall in, and does not")
+    highest = num_steps / (9 + num_steps) if num_steps > 1 else 0.0
+    if args.ema and decay == 0:
+        notes.append("--ema_decay 0: the average is always the weights of the last step")
+    elif args.ema and highest < decay:
+        notes.append(f"--ema_decay {decay} {of_run}: the decay rises to {highest:.4g} only")
+    if args.max_skipped_steps >= num_steps:
+        notes.append(f"--max_skipped_steps {args.max_skipped_steps} {of_run}: all of them may be left out")
+    if 0 < args.caption_dropout * num_samples < 1:
+        dropped = f"{args.caption_dropout * num_samples:.2g}"
+        notes.append(f"--caption_dropout {args.caption_dropout} of {num_samples} samples: {dropped} on average")
+    defaults = {name: default for flags in FLAGS.values() for name, _, default, _ in flags}
+    for name, comes in (
+        ("checkpointing_steps", "no checkpoint is due"),
+        ("validation_steps", "previews and the loss of what is held out come after the last one only"),
+        ("logging_steps", "metrics are written after the last one only"),
+    ):
+        value = getattr(args, name)
+        if value != defaults[name] and value > num_stages * num_steps:
+            notes.append(f"--{name} {value} of the run's {num_stages * num_steps} optimizer steps: {comes}")
+    for note in notes:
+        logger.warning(note)
 
 
 def round_down_frames(num_frames):

@@ -75,6 +75,14 @@ def sigma_law(args, model_shift, sigma_range=(0.0, 1.0)):
             f"--min_sigma {args.min_sigma} and --max_sigma {args.max_sigma} leave nothing to train: the model (or its "
             f"expert) is used for sigmas from {sigma_range[0]} to {sigma_range[1]}."
         )
+    for name in ("min_sigma", "max_sigma"):
+        value = getattr(args, name)
+        # Of two experts each may have one of the ends.
+        if value not in (0.0, 1.0, low, high) and getattr(args, "expert", None) != "both":
+            raise RefusedError(
+                f"--{name} {value} has no effect: the expert is used for sigmas from {sigma_range[0]} to "
+                f"{sigma_range[1]} only."
+            )
     return SigmaLaw(args.timestep_sampling, shift, low, high)
 
 

@@ -4,7 +4,6 @@ import pathlib
 
 import torch
 from accelerate.utils import send_to_device
-from diffusers.optimization import get_scheduler
 
 from training.checkpoints import load_checkpoint, register_state_hooks, save_checkpoint, uses_deepspeed
 from training.data.batches import load_batches
@@ -12,7 +11,7 @@ from training.ema import WeightAverage
 from training.errors import FailedError, StoppedError
 from training.launch import StopRequest, gather_from_all, seed_module_randomness
 from training.module import trainable_parameters
-from training.optimizers import MasterWeights
+from training.optimizers import MasterWeights, make_schedule
 from training.reporting import Metrics
 
 
@@ -184,9 +183,7 @@ def _prepare(accelerator, module, args, *, log, optimizer_class, optimizer_argum
     average = WeightAverage(weights, args)
     optimizer = optimizer_class(weights.masters, **optimizer_arguments)
     log.point("optimizer")
-    lr_scheduler = get_scheduler(
-        args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=last_step
-    )
+    lr_scheduler = make_schedule(args, optimizer, last_step)
     model, optimizer = accelerator.prepare(module, optimizer)
     log.point("prepared")
     # Not prepared: Accelerate would step the schedule once per process.

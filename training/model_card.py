@@ -43,8 +43,9 @@ _SETTINGS = (
         "expert",
     ),
     *("train_batch_size", "gradient_accumulation_steps", "dataset_repeat", "caption_dropout"),
-    *("learning_rate", "lr_scheduler", "lr_warmup_steps", "optimizer", "optimizer_args", "weight_decay"),
-    *("max_grad_norm", "mixed_precision", "ema", "ema_decay"),
+    *("learning_rate", "lr_scheduler", "lr_warmup_steps", "lr_num_cycles", "lr_power"),
+    *("optimizer", "optimizer_args", "weight_decay", "max_grad_norm"),
+    *("mixed_precision", "ema", "ema_decay"),
     *("timestep_sampling", "sigma_shift", "min_sigma", "max_sigma", "loss_weighting", "seed"),
 )
 

@@ -65,6 +65,18 @@ def find_optimizer(args, device):
     return optimizer_class, arguments
 
 
+def make_schedule(args, optimizer, num_steps):
+    """Return the schedule of the learning rate that the flags ask for, as a `LambdaLR` over `num_steps` steps."""
+    return get_scheduler(
+        args.lr_scheduler,
+        optimizer,
+        num_warmup_steps=args.lr_warmup_steps,
+        num_training_steps=num_steps,
+        num_cycles=args.lr_num_cycles,
+        power=args.lr_power,
+    )
+
+
 def _try_optimizer(args, path, optimizer_class, arguments, device):
     """Make one step of the optimizer and its schedule on a small weight, so that bad values are refused now."""
     weight = torch.nn.Parameter(torch.ones(4, 4, device=device))
@@ -72,9 +84,7 @@ def _try_optimizer(args, path, optimizer_class, arguments, device):
     try:
         json.dumps(args.optimizer_args)  # as run.json will have them
         optimizer = optimizer_class([weight], **arguments)
-        schedule = get_scheduler(
-            args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=10**9
-        )
+        schedule = make_schedule(args, optimizer, num_steps=10**9)
         optimizer.step()
         schedule.step()
     except Exception as error:  # each class has errors of its own for bad values

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from training.arguments import FLAGS, parse_args
+from training.arguments import FLAGS, check_length, parse_args
 from training.errors import RefusedError
 
 
@@ -110,6 +110,14 @@ def test_numbers_out_of_range(name, value):
         (["--aspect_buckets", "0", "--height", "64", "--width", "64"], ["--aspect_buckets has no effect"]),
         (["--max_pixels", "4096", "--aspect_buckets", "-1"], ["--aspect_buckets is '-1'"]),
         (["--lr_warmup_steps", "4"], ["--lr_warmup_steps", "constant_with_warmup"]),
+        (["--lr_scheduler", "constant_with_warmup"], ["constant_with_warmup needs --lr_warmup_steps"]),
+        (["--lr_scheduler", "cosine_with_restarts"], ["cosine_with_restarts needs --lr_num_cycles of 2 or more"]),
+        (["--lr_scheduler", "cosine_with_restarts", "--lr_num_cycles", "1"], ["needs --lr_num_cycles of 2 or more"]),
+        (["--lr_scheduler", "cosine", "--lr_num_cycles", "2"], ["--lr_num_cycles has no effect with", "cosine"]),
+        (["--lr_scheduler", "polynomial"], ["--lr_scheduler polynomial needs --lr_power other than 1"]),
+        (["--lr_scheduler", "polynomial", "--lr_power", "1.0"], ["polynomial needs --lr_power other than 1"]),
+        (["--lr_scheduler", "linear", "--lr_power", "2"], ["--lr_power has no effect with --lr_scheduler linear"]),
+        (["--lr_power", "0", "--lr_scheduler", "polynomial"], ["--lr_power is '0'"]),
         (["--checkpoints_total_limit", "2"], ["--checkpoints_total_limit", "--checkpointing_steps"]),
         (["--min_sigma", "0.5", "--max_sigma", "0.5"], ["--min_sigma 0.5", "--max_sigma 0.5"]),
         (["--training_mode", "half"], ["--training_mode", "lora, full"]),
@@ -126,6 +134,60 @@ def test_numbers_out_of_range(name, value):
 def test_refused(flags, names):
     message = refused(*flags)
     assert all(name in message for name in names), message
+
+
+STEPS = ["--max_train_steps", "4"]
+WARMUP = ["--lr_scheduler", "constant_with_warmup", "--lr_warmup_steps"]
+RESTARTS = ["--lr_scheduler", "cosine_with_restarts", "--lr_num_cycles"]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ([*WARMUP, "100"], "--lr_warmup_steps 100 of the run's 4 optimizer steps: the rate would rise to 3.00% of"),
+        ([*WARMUP, "4"], "allowed are 0 to 3"),
+        ([*RESTARTS, "4"], "--lr_num_cycles 4 in the 4 steps after the warm-up"),
+        ([*RESTARTS, "2", "--lr_warmup_steps", "2"], "--lr_num_cycles 2 in the 2 steps after the warm-up"),
+    ],
+)
+def test_numbers_that_the_length_of_the_run_makes_void(flags, said):
+    """As soon as the length is known: by a flag at once, by epochs when the dataset was read."""
+    assert said in refused(*STEPS, *flags)
+    with pytest.raises(RefusedError) as error:
+        check_length(parse(*flags), 4)
+    assert said in str(error.value)
+    check_length(parse(*flags), 101)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (
+            ["--lr_scheduler", "cosine", "--lr_warmup_steps", "3"],
+            "cosine has 1 of the run's 4 optimizer steps to fall",
+        ),
+        ([*RESTARTS, "3"], "--lr_num_cycles 3: a cycle has 1.33 steps"),
+        (["--ema"], "--ema_decay 0.999 of the run's 4 optimizer steps: the decay rises to 0.3077 only"),
+        (["--ema", "--ema_decay", "0"], "--ema_decay 0: the average is always the weights of the last step"),
+        (["--max_skipped_steps", "4"], "--max_skipped_steps 4 of the run's 4 optimizer steps: all of them may be"),
+        (["--caption_dropout", "0.1"], "--caption_dropout 0.1 of 8 samples: 0.8 on average"),
+        (
+            ["--checkpointing_steps", "9"],
+            "--checkpointing_steps 9 of the run's 8 optimizer steps: no checkpoint is due",
+        ),
+        (["--validation_split", "0.1", "--validation_steps", "9"], "--validation_steps 9 of the run's 8 optimizer"),
+        (["--logging_steps", "9"], "--logging_steps 9 of the run's 8 optimizer steps: metrics are written after"),
+        (["--ema", "--ema_decay", "0.3", "--checkpointing_steps", "8", "--caption_dropout", "0.2"], None),
+        (["--validation_split", "0.1", "--validation_steps", "8", "--max_skipped_steps", "3", *WARMUP, "3"], None),
+        ([*RESTARTS, "2"], None),
+        ([], None),  # a default of 10 logging steps is nothing that anyone asked for
+    ],
+)
+def test_numbers_that_mean_little_in_so_short_a_run_are_said(flags, said, caplog):
+    """Here 8 samples in two stages of 4 steps each."""
+    check_length(parse(*flags), 4, num_stages=2, num_samples=8)
+    assert len(caplog.messages) == (said is not None), caplog.messages
+    assert said is None or said in caplog.text
 
 
 def test_optimizer_args():
@@ -217,6 +279,56 @@ def test_bad_memory_sizes(text):
 
 def test_memory_size_without_parking():
     assert "no effect without --use_gradient_checkpointing_offload" in refused("--offload_buffer_size", "1GB")
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (
+            "seed: 1\nlora_rank: 4\n\nseed: 2",
+            "config.yaml, line 4, column 1: the key 'seed' stands twice, before in line 1",
+        ),
+        (
+            "seed: 1\n# more\nlora_rank:\t4\n\tx: 3",
+            "config.yaml, line 3, column 11: found character '\\t' that cannot",
+        ),
+        ("seed: 1\n lora_rank: 4", "config.yaml, line 2, column 11: mapping values are not allowed here"),
+        (
+            "a: b\nseed: [1, 2\nx: 3",
+            "config.yaml, line 3, column 2: while parsing a flow sequence from line 2 on, expected",
+        ),
+        (
+            "a: b\nseed: 'x\ny: 3\n",
+            "config.yaml, line 4, column 1: while scanning a quoted scalar from line 2 on, found",
+        ),
+        ("seed: 1\nvariant: a\x07b", "config.yaml, line 2, column 11: the character '\\x07' is not allowed"),
+        (
+            "seed: 1\n---\nseed: 2",
+            "config.yaml, line 2, column 1: expected a single document in the stream from line 1",
+        ),
+        ("seed: 1\n\nlora_rnak: 4", "config.yaml, line 3: unknown key 'lora_rnak'"),
+        ("seed: 1\nlora_rank: x", "config.yaml, line 2: --lora_rank is 'x'"),
+        ("seed: 1\nema: maybe", "config.yaml, line 2: ema is 'maybe'"),
+        (
+            "datasets:\n- dataset_path: a\n- dataset_path: b\n  dataset_pat: c",
+            "config.yaml, line 4: dataset 2: unknown",
+        ),
+        ("datasets:\n- dataset_path: a\n- {dataset_repeat: 2}", "config.yaml, line 1: dataset 2 has no dataset_path"),
+        (
+            "bucket_config:\n  64px: {1: [1, 1]}\n  65: {1: [1, 1]}",
+            "config.yaml, line 3: bucket_config: '65' is no size",
+        ),
+        ("bucket_config:\n  64px:\n    1: [1, 1]\n    2: [1, 1]", "config.yaml, line 4: bucket_config: 64px has 2"),
+    ],
+)
+def test_the_line_of_what_is_wrong_in_a_config_file(config, text, said):
+    message = refused(*config(text))
+    assert said in message and "\n" not in message, message
+
+
+def test_the_line_of_a_byte_that_is_no_text(tmp_path):
+    (tmp_path / "config.yaml").write_bytes(b"seed: 1\nvariant: caf\xe9\n")
+    assert "config.yaml, line 2: the byte 0xe9 is not UTF-8" in refused("--config", str(tmp_path / "config.yaml"))
 
 
 WITHOUT_DATASET = [*REQUIRED[:2], *REQUIRED[4:]]

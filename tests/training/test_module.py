@@ -224,6 +224,8 @@ def optimizer_flags(optimizer, weight_decay=0.01, **optimizer_args):
         optimizer_args=optimizer_args,
         lr_scheduler="constant",
         lr_warmup_steps=0,
+        lr_num_cycles=None,
+        lr_power=None,
     )
 
 
