@@ -10,7 +10,7 @@ Runnable settings for each model: scripts/qwen_image/.
 import logging
 import sys
 
-from training.arguments import parse_args
+from training.arguments import check_length, parse_args
 from training.errors import exit_codes
 
 
@@ -73,6 +73,7 @@ from training.loop import train
 from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
+from training.paths import check_paths
 from training.reporting import RunRecord
 from training.trackers import Trackers, check_trackers
 from training.validation import Validation, hold_out, preview_prompts, preview_settings, preview_size
@@ -129,6 +130,7 @@ def main(args, log):
     output_dir = pathlib.Path(args.output_dir)
 
     # ---- all that can be refused, before a model is loaded
+    check_paths(args)
     with refuse_unreadable_model(args):
         skeleton = pipeline.load_transformer_skeleton(
             model, dtype=dtype, transformer_path=args.transformer_path, **hub
@@ -160,6 +162,7 @@ def main(args, log):
         resumed=resumed,
         model=pipeline.describe(skeleton),
     )
+    check_length(args, last_step, num_samples=batches.samples_before(last_step + 1))
     further_captions = [DROPPED_CAPTION] * (args.caption_dropout > 0) + preview_prompts(args)
     count_tokens = partial(pipeline.count_prompt_tokens, tokenizer)
     caption_tokens = count_caption_tokens([*items, *held_out], further_captions, count_tokens)

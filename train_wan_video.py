@@ -10,7 +10,7 @@ Runnable settings for each model: scripts/wan_video/.
 import logging
 import sys
 
-from training.arguments import parse_args, resolve_for_model
+from training.arguments import check_length, parse_args, resolve_for_model
 from training.errors import exit_codes
 
 
@@ -80,6 +80,7 @@ from training.loop import train
 from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
+from training.paths import check_paths
 from training.reporting import RunRecord
 from training.trackers import Trackers, check_trackers
 from training.validation import (
@@ -159,6 +160,7 @@ def main(args, log):
     output_dir = pathlib.Path(args.output_dir)
 
     # ---- all that can be refused, before a model is loaded
+    check_paths(args)
     with refuse_unreadable_model(args):
         variant = pipeline.find_variant(model, **hub)
         skeleton = pipeline.load_transformer_skeleton(
@@ -219,6 +221,8 @@ def main(args, log):
         model=pipeline.describe(skeleton) | dataclasses.asdict(variant),
         num_stages=len(experts),
     )
+    num_samples = batches.samples_before(last_step + 1)
+    check_length(args, last_step, num_stages=len(experts), num_samples=num_samples)
     for stage, expert in enumerate(experts):
         if resumed["step"] > (stage + 1) * last_step and not (output_dir / expert / LORA_FILE).is_file():
             raise RefusedError(

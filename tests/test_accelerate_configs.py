@@ -170,7 +170,7 @@ def test_steps_cannot_be_left_out_under_deepspeed(monkeypatch):
 def test_scripts_accept_stage_2_and_refuse_stage_3(tmp_path):
     """At stage 2 the first thing that is wrong is the model; stage 3 is refused before anyone looks for it."""
     expected = {
-        2: "--pretrained_model_name_or_path no such model cannot be read",
+        2: "--pretrained_model_name_or_path no such model: there is no such folder",
         3: "DeepSpeed ZeRO stage 3 .* is not supported",
     }
     flags = ["--pretrained_model_name_or_path", "no such model", "--dataset_path", "no such folder anywhere"]

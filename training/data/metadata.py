@@ -20,6 +20,7 @@ from pathlib import Path
 
 from training.arguments import DATASET_FLAGS
 from training.errors import RefusedError
+from training.paths import is_hub_id, why_not_on_hub
 
 
 logger = logging.getLogger(__name__)
@@ -139,13 +140,26 @@ def read_datasets(args, **kind):
 
     if args.datasets is None:
         return read({name: getattr(args, name) for name in DATASET_FLAGS})
-    rows, taken = [], set()
+    rows, taken, items = [], set(), {}
     for dataset in args.datasets:
         name = os.path.basename(os.path.normpath(dataset["dataset_path"]))
         number = next(n for n in itertools.count(1) if (name, n) not in taken)
         taken.add((name, number))
         name += f"#{number}" if number > 1 else ""
-        rows += [replace(row, id=f"{name}/{row.id}", origin=f"{name}: {row.origin}") for row in read(dataset)]
+        own = [replace(row, id=f"{name}/{row.id}", origin=f"{name}: {row.origin}") for row in read(dataset)]
+        for row in own:
+            if isinstance(row.media, Path):
+                found = items.setdefault((os.path.realpath(row.media), row.caption), {})
+                found.setdefault(os.path.realpath(dataset["dataset_path"]), row.name)
+        rows += own
+    # Of one folder that is named twice it is meant.
+    twice = [" and ".join(names.values()) for names in items.values() if len(names) > 1]
+    if twice:
+        raise RefusedError(
+            f"{len(twice)} items stand in two datasets with the same caption, since one folder is in the other, and "
+            "would be trained once for each: leave them out of one, and use dataset_repeat to train them more often.\n"
+            f"{first_five(twice)}"
+        )
     return rows
 
 
@@ -182,7 +196,7 @@ def read_rows(
     """
     given_columns = {"media": media_column, "caption": caption_column}
     if not os.path.exists(dataset_path):
-        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(dataset_path)):
+        if not is_hub_id(str(dataset_path)):
             raise RefusedError(
                 f"--dataset_path {dataset_path} does not exist and is not a hub id ('name' or 'owner/name')."
             )
@@ -314,6 +328,11 @@ def _list_files(folder):
 
     names, seen, passed_over = [], set(), []
     for place, subfolders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        if place != folder and {"run.json", "dataset.jsonl"} <= set(files):
+            # Sheets, previews and curves, which are no data.
+            logger.warning("%s: %s is left out: it holds what a run has left", folder, _name_in(folder, place))
+            subfolders.clear()
+            continue
         # A link to a folder above it would be walked for ever.
         if os.path.realpath(place) in seen:
             passed_over.append(_name_in(folder, place))
@@ -756,6 +775,11 @@ def _hub_items(name, folder, saved, given_columns, allow_missing_captions, media
     # Imported here: it takes seconds, and datasets of files never need it.
     import datasets
 
+    if folder is None and not datasets.config.HF_HUB_OFFLINE:
+        # Asked once, or the library would ask for a minute. What it fetched before it finds by itself.
+        fetched = os.path.join(datasets.config.HF_DATASETS_CACHE, str(name).replace("/", "___"))
+        if not os.path.isdir(fetched) and (problem := why_not_on_hub(str(name), "dataset")):
+            raise RefusedError(f"--dataset_path {name}: {problem}.")
     try:
         data = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder or name))
     except Exception as error:  # the library, the hub and pyarrow each have their own, without a common base

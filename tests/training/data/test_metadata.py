@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import tempfile
+import types
 import unicodedata
 from pathlib import Path
 
@@ -727,6 +728,50 @@ def test_hub_id_that_cannot_be_loaded_may_be_a_mistyped_folder(tmp_path, monkeyp
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     message = refused("data/photos")
     assert "data/photos is not a folder here" in message and "no way to data/photos" in message
+
+
+def test_a_dataset_that_is_neither_a_folder_nor_to_be_had_from_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(metadata, "why_not_on_hub", lambda name, kind: f"{kind} {name} is nowhere")
+    monkeypatch.setattr(datasets, "load_dataset", None)  # which would try for half a minute
+    assert refused("data/photos") == "--dataset_path data/photos: dataset data/photos is nowhere."
+
+
+# Folders in each other
+
+
+def of_several(*paths, **settings):
+    keys = dict.fromkeys(("dataset_metadata", "media_column", "caption_column"))
+    several = [keys | {"dataset_path": str(path), "dataset_repeat": 1} | settings for path in paths]
+    return types.SimpleNamespace(datasets=several, allow_missing_captions=False)
+
+
+def test_a_dataset_in_another_one_doubles_items(tmp_path):
+    folder_of(tmp_path, {"all/a.png": "one", "all/cats/b.png": "two", "other/c.png": "three"})
+    os.symlink(tmp_path / "all" / "cats", tmp_path / "cats")
+    assert len(metadata.read_datasets(of_several(tmp_path / "all", tmp_path / "other"))) == 3
+    for inner in ("all/cats", "cats", "other/../all/cats"):
+        with pytest.raises(RefusedError, match="1 items stand in two datasets.*\n  all/cats/b.png .*and cats/b.png "):
+            metadata.read_datasets(of_several(tmp_path / "all", tmp_path / inner))
+
+
+def test_one_picture_may_have_two_captions(tmp_path):
+    folder_of(tmp_path, {"all/cats/b.png": "two"})
+    write(tmp_path / "all" / "cats" / "metadata.jsonl", '{"file_name": "b.png", "text": "deux"}')
+    write(tmp_path / "all" / "metadata.jsonl", '{"file_name": "cats/b.png", "text": "zwei"}')
+    rows = metadata.read_datasets(of_several(tmp_path / "all", tmp_path / "all" / "cats"))
+    assert pairs(rows) == [("all/cats/b.png", "zwei"), ("cats/b.png", "deux")]
+    assert len(metadata.read_datasets(of_several(tmp_path / "all", tmp_path / "all"))) == 2  # which is meant
+
+
+def test_what_a_run_has_left_is_no_data(tmp_path, caplog):
+    folder_of(tmp_path, {"a.png": "one", "run/memory.png": None, "run/validation/step-1/grid.png": None})
+    assert len(metadata.read_rows(tmp_path)) == 3
+    for name in ("run.json", "dataset.jsonl"):
+        write(tmp_path / "run" / name, "{}")
+    assert pairs(read_rows(tmp_path)) == [("a.png", "one")]
+    assert "run is left out: it holds what a run has left" in caplog.text
 
 
 # Clips

@@ -1,0 +1,154 @@
+"""The paths that a run is given: which must be there, which may be on the hub, which must not lie in each other."""
+
+import fnmatch
+import os
+
+from huggingface_hub import HfApi, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+
+from training.errors import RefusedError
+
+
+# What a run writes, replaces or deletes at the top of its output folder.
+_RUN_FILES = ("checkpoint-*", "validation", "blockwise", "wandb", "README.md", "run.json", "dataset.jsonl")
+_RUN_FILES += ("dry_run.json", "metrics.jsonl", "metrics.png", "memory.png", "contact_sheet.png", "wandb_run_id.txt")
+_RESULTS = {
+    "full": ("transformer", "transformer_2"),
+    "lora": ("pytorch_lora_weights.safetensors", "high_noise", "low_noise"),
+}
+_CACHE_ENTRIES = ("captions", "media", "index-*.jsonl")
+
+
+# ---------------------------------------------------------------- what must be there
+
+
+def check_paths(args):
+    """Check the paths that the flags and config files give, before anything is read or written.
+
+    Args:
+        args (`argparse.Namespace`): From `parse_args`.
+
+    Raises:
+        RefusedError: Something is not there, neither here nor, for a model, on the hub; or a folder lies where it
+            would do harm.
+    """
+    named = [(f"--{name}", getattr(args, name)) for name in ("output_dir", "cache_dir", "resume_from_checkpoint")]
+    read = _read_paths(args)
+    for setting, path in [*named, *read]:
+        if path is not None and path.startswith("~") and not os.path.exists(path):
+            raise RefusedError(f"{setting} {path}: ~ stands for no folder here; write {os.path.expanduser(path)}.")
+    for setting, path in read:
+        is_local = setting in ("--transformer_path", "--lora_init_path")
+        if setting.startswith(("--dataset_metadata", "--validation_image")) or os.path.exists(path):
+            continue  # those are looked for beside the dataset too, and need no hub
+        if is_local or not is_hub_id(path):
+            what = "file or folder" if is_local else "folder, and it is no hub id ('name' or 'owner/name')"
+            raise RefusedError(f"{setting} {path}: there is no such {what}; looked for was {os.path.abspath(path)}.")
+    model = args.pretrained_model_name_or_path
+    if os.path.isfile(model):
+        raise RefusedError(f"--pretrained_model_name_or_path {model} is a file; give the folder of a whole pipeline.")
+    if os.path.isdir(model) and args.revision is not None:
+        raise RefusedError(f"--revision has no effect with a folder ({model}); remove it, or give a hub id.")
+    _check_folders(args, read)
+    # In one request: the libraries would try for half a minute.
+    is_here = os.path.isdir(model) or isinstance(
+        try_to_load_from_cache(model, "model_index.json", revision=args.revision), str
+    )
+    if not is_here and (problem := why_not_on_hub(model, "model", args.revision)):
+        raise RefusedError(f"--pretrained_model_name_or_path {model}: {problem}.")
+
+
+def _read_paths(args):
+    """Return [(setting, path)] of what the run reads."""
+    names = ("pretrained_model_name_or_path", "transformer_path", "lora_init_path")
+    found = [(f"--{name}", getattr(args, name)) for name in names]
+    for number, dataset in enumerate(args.datasets or [vars(args)], 1):
+        of = f" of dataset {number}" if args.datasets else ""
+        found += [(f"--{name}{of}", dataset[name]) for name in ("dataset_path", "dataset_metadata")]
+    found += [("--validation_image", path) for path in getattr(args, "validation_image", None) or ()]
+    return [(setting, path) for setting, path in found if path is not None]
+
+
+def is_hub_id(text):
+    """Return whether a text can be a hub id, `name` or `owner/name`; else it is a path and nothing else."""
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return True
+
+
+def why_not_on_hub(name, kind, revision=None):
+    """Ask the hub for a repository; return a sentence on why it is not to be had from there, or None.
+
+    Args:
+        name (`str`): Of what is no folder here.
+        kind (`str`): `"model"` or `"dataset"`.
+        revision (`str`, *optional*)
+    """
+    here, api = f"there is no folder {os.path.abspath(name)}", HfApi()
+    if is_offline_mode():
+        return f"{here}, it was not fetched from the hub before, and HF_HUB_OFFLINE=1 keeps it from being asked for"
+    try:
+        api.repo_info(name, repo_type=kind, revision=revision, timeout=10)
+    except RepositoryNotFoundError:
+        return f"{here}, and no {kind} of that name on {api.endpoint} (or only for those who are logged in)"
+    except RevisionNotFoundError:
+        return f"{here}, and the {kind} of that name on {api.endpoint} has no revision {revision}"
+    except (HTTPError, OSError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, HfHubHTTPError):
+            return f"{here}, and {api.endpoint} does not give it: {reason}"
+        return f"{here}, and the hub cannot be reached to look for it there ({api.endpoint}: {reason})"
+    return None
+
+
+# ---------------------------------------------------------------- folders in each other
+
+
+def _check_folders(args, read):
+    written = [("--output_dir", args.output_dir), ("--cache_dir", args.cache_dir)]
+    walked = [entry for entry in read if "_metadata" not in entry[0] and "lora_init" not in entry[0]]
+    if args.resume_from_checkpoint not in (None, "latest"):
+        walked.append(("--resume_from_checkpoint", args.resume_from_checkpoint))
+    for setting, place in written:
+        for other, folder in walked:
+            parts = _parts_inside(place, folder)
+            if parts == [] and other == "--resume_from_checkpoint":
+                continue  # it is no checkpoint, which is said later
+            # Names with a leading dot are looked at by nobody.
+            if parts is not None and not any(part.startswith(".") for part in parts):
+                lies = f"lies in {other} {folder}" if parts else f"is {other} {folder}"
+                raise RefusedError(
+                    f"{setting} {place} {lies}: the next run would find the files of this one among those that it "
+                    "reads; give a folder outside of it."
+                )
+    # Of what is read the result of this run must replace nothing.
+    names = (*_RUN_FILES, *_RESULTS[args.training_mode])
+    for setting, path in [*read, written[1]]:
+        parts = _parts_inside(path, args.output_dir)
+        replaced = parts and any(fnmatch.fnmatchcase(parts[0], name) for name in names)
+        if replaced or (parts == [] and setting == "--lora_init_path"):
+            raise RefusedError(
+                f"{setting} {path} would be replaced or deleted by the run, which writes its own "
+                f"{parts[0] if parts else 'LoRA'} to --output_dir {args.output_dir}; give another of the two."
+            )
+    for setting, path in [*read, written[0]]:
+        parts = _parts_inside(path, args.cache_dir)
+        if parts and any(fnmatch.fnmatchcase(parts[0], name) for name in _CACHE_ENTRIES):
+            raise RefusedError(
+                f"{setting} {path} lies among the entries of --cache_dir {args.cache_dir}; give another of the two."
+            )
+
+
+def _parts_inside(path, folder):
+    """Return the names on the way from a folder to a path, [] if they are one, None if it is not inside."""
+    parts = os.path.relpath(os.path.realpath(path), os.path.realpath(folder)).split(os.sep)
+    return None if parts[0] == ".." else [part for part in parts if part != "."]
