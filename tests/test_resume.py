@@ -764,13 +764,47 @@ def test_later_checkpoints_are_set_aside_for_one_of_another_folder(train, copy, 
     assert result_files(folder) == result_files(lora_run)
 
 
-def test_a_dry_run_keeps_the_record_of_a_run(train, tmp_path):
-    flags = ["--height", "64", "--width", "64", *RANK, "--max_train_steps", "1"]
+@pytest.mark.parametrize("resume", [[], LATEST])
+@pytest.mark.parametrize("saves", [[], ["--checkpointing_steps", "1"]])
+def test_a_dry_run_keeps_the_record_of_a_run(saves, resume, train, tmp_path, caplog):
+    """Of one that has ended, too; what the run itself would be refused for is said."""
+    flags = ["--height", "64", "--width", "64", *RANK, "--max_train_steps", "1", *saves]
     folder = train(tmp_path / "out", *flags)
-    before = (folder / "run.json").read_bytes()
-    train(folder, *flags, "--dry_run")
-    assert (folder / "run.json").read_bytes() == before
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    refused = bool(saves) != bool(resume)
+    if refused:
+        with pytest.raises(RefusedError, match="of an earlier run|of a run that has ended"):
+            train(folder, *flags, *resume)
+    # Other sizes, another split: none of it may stand in the record of what was trained.
+    train(folder, *flags, *resume, "--dry_run", *([] if resume else ["--validation_split", "0.4"]))
+    assert {path: path.read_bytes() for path in before} == before
+    new = {path.name for path in folder.rglob("*") if path.is_file()} - {path.name for path in before}
+    assert new == {"dry_run.json", "contact_sheet.png"}
     assert json.loads((folder / "dry_run.json").read_text())["arguments"]["dry_run"] is True
+    assert ("without --dry_run this would be refused: " in caplog.text) == refused
+    (folder / "run.json").write_text("{")  # damaged, and not to be replaced for that
+    train(folder, *flags, *resume, "--dry_run")
+    assert (folder / "run.json").read_text() == "{"
+
+
+def test_a_bare_name_is_looked_for_in_the_output_folder_first(find, copy, tmp_path, monkeypatch):
+    """As diffusers takes it; and else where a path is looked for."""
+    here, there = tmp_path / "here", tmp_path / "out" / "checkpoint-2"
+    copy(2)
+    shutil.copytree(there, here / "checkpoint-2")
+    shutil.copytree(there, here / "checkpoint-4")
+    monkeypatch.chdir(here)
+
+    def found(name):
+        return find(resume=["--resume_from_checkpoint", name])[0].resolve()
+
+    assert found("checkpoint-2") == found("checkpoint-2/") == there
+    assert found("./checkpoint-2") == here / "checkpoint-2" and found("checkpoint-4") == here / "checkpoint-4"
+    for name in ("checkpoint-9", "./checkpoint-9", str(tmp_path / "checkpoint-9")):
+        with pytest.raises(RefusedError) as error:
+            found(name)
+        assert f"there is no {tmp_path}" in str(error.value) and "complete ones in " in str(error.value)
+        assert str(error.value).endswith(": checkpoint-2.")
 
 
 def test_another_learning_rate_is_refused(find, copy):

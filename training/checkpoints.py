@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pathlib
 import re
 import shutil
@@ -98,9 +99,10 @@ def find_checkpoint(args, accelerator):
     existing, incomplete = _look_at_checkpoints(args.output_dir)
     if args.resume_from_checkpoint is None:
         if existing:
-            raise RefusedError(
+            _refuse_unless_dry_run(
+                args,
                 f"--output_dir {args.output_dir} holds checkpoints of an earlier run (checkpoint-{max(existing)}); "
-                "continue it with --resume_from_checkpoint latest, or give another folder."
+                "continue it with --resume_from_checkpoint latest, or give another folder.",
             )
         return None, {"step": 0}
     if args.resume_from_checkpoint == "latest":
@@ -116,6 +118,15 @@ def find_checkpoint(args, accelerator):
         path = existing[max(existing)]
     else:
         path = pathlib.Path(args.resume_from_checkpoint)
+        is_bare = os.sep not in args.resume_from_checkpoint.rstrip(os.sep)
+        places = [pathlib.Path(args.output_dir) / path] * is_bare + [path]
+        path = next((place for place in places if place.exists()), path)
+        if not path.exists():
+            raise RefusedError(
+                f"--resume_from_checkpoint {path} is not a complete checkpoint: there is no "
+                f"{' or '.join(map(os.path.abspath, places))}; complete ones in {args.output_dir}: "
+                f"{', '.join(place.name for place in existing.values()) or 'none'}."
+            )
     where = f"--resume_from_checkpoint {path}"
     if path.suffix == ".safetensors" or (not (path / _STATE_FILE).exists() and any(path.glob("*.safetensors"))):
         raise RefusedError(
@@ -154,11 +165,19 @@ def _refuse_to_repeat(args):
     except (OSError, ValueError):
         return
     if ended:
-        raise RefusedError(
+        _refuse_unless_dry_run(
+            args,
             f"--resume_from_checkpoint latest: {args.output_dir} holds the results of a run that has ended, and no "
             "checkpoint to go on from; give another --output_dir, or start from its weights with --lora_init_path or "
-            "--transformer_path."
+            "--transformer_path.",
         )
+
+
+def _refuse_unless_dry_run(args, message):
+    """Raise `RefusedError`, or say what the run itself would be refused for."""
+    if not args.dry_run:
+        raise RefusedError(message)
+    logger.warning("without --dry_run this would be refused: %s", message)
 
 
 def _check_processes(args, before, accelerator):

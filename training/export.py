@@ -77,9 +77,10 @@ def check_result(args, pipeline, module, dataset, path, *, expert=None, places=N
         predict = functools.partial(module_output, module, dataset)
         checked = check_lora(pipeline, path, predict, dtype=_DTYPES[args.lora_dtype], subfolder=subfolder)
         usage = LORA_USAGE.format(**names) + "\n".join(_lora_lines(args.output_dir, places))
+        change = float(f"{100 * checked['relative_change']:.2g}")
         print(
             f"saved {path}: {checked['layers']} layers, loaded back by diffusers at the trained strength; it changes "
-            f"the prediction by {100 * checked['relative_change']:.2g} %"
+            f"the prediction by {f'{change:.6f}'.rstrip('0').rstrip('.')} %"
         )
     source = "image" if "ImageToVideo" in names["pipeline"] else "text"
     pipeline_tag = f"{source}-to-{'video' if 'num_frames' in vars(args) else 'image'}"

@@ -559,6 +559,8 @@ def describe_forecast(forecast):
     lines.append(f"  phases: {phases}; the highest is {forecast['peak_phase']}")
     host, parked = format_bytes(forecast["host_bytes"]), format_bytes(forecast["parked_bytes"])
     lines.append(f"  host memory of all local processes {host}, of it parked per process {parked}")
+    if forecast["num_processes"] == 1 and "by_mode" not in forecast:
+        return lines  # other numbers of processes are for those who plan, by a dry run
     shared = dict(forecast["per_process"])
     count = shared.pop("num_processes")
     names = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
@@ -581,9 +583,17 @@ def compare_forecast(forecast, measured):
     for name, predicted, found in rows:
         if not predicted and not found:
             continue
-        cells = ("-", "") if found is None else (format_bytes(found), f"{predicted / found - 1:+.1%}" if found else "")
+        cells = ("-", "") if found is None else (format_bytes(found), _difference(predicted, found))
         lines.append(f"{name.replace('_', ' '):16} {format_bytes(predicted):>12} {cells[0]:>12} {cells[1]:>10}")
     return lines
+
+
+def _difference(predicted, found):
+    """Return how far a forecast is off: in percent, or from twice as much on as how many times as much."""
+    if not found:
+        return ""
+    ratio = predicted / found
+    return f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.{1 if ratio < 10 else 0}f} times"
 
 
 # ---------------------------------------------------------------- the plan

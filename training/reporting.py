@@ -85,8 +85,12 @@ class RunRecord:
         }
         log.forecast_bytes = self.content["forecast"]["training_peak_bytes"]
         log.suggestions = functools.partial(forecast.suggestions, plan)
+        self.path = self.output_dir / "run.json"
+        if args.dry_run and _is_record_of_a_run(self.path):
+            self.path = self.output_dir / "dry_run.json"  # all else of that run is left alone, too
         if accelerator.is_main_process:
-            write_json_lines(self.output_dir / "dataset.jsonl", [item.record for item in items])
+            if self.path.name == "run.json":
+                write_json_lines(self.output_dir / "dataset.jsonl", [item.record for item in items])
             self._write()
         count = sum(math.prod(shape) for shape, _ in parameters.values())
         accelerator.print(f"{len(parameters)} tensors with {count:,} parameters are trained, in fp32")
@@ -137,13 +141,17 @@ class RunRecord:
         return sorted((record["step"], record["loss"]) for record in records)
 
     def _write(self):
-        text = json.dumps(self.content, indent=2, ensure_ascii=False)
-        path = self.output_dir / "run.json"
-        if self.content["arguments"]["dry_run"] and path.exists():
-            with contextlib.suppress(ValueError, KeyError):
-                if not json.loads(path.read_text(encoding="utf-8"))["arguments"]["dry_run"]:
-                    path = self.output_dir / "dry_run.json"  # the other is the record of a run
-        write_text(path, text + "\n")
+        write_text(self.path, json.dumps(self.content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _is_record_of_a_run(path):
+    """Return whether this is the run.json of a run, of which a dry run replaces nothing."""
+    try:
+        return not json.loads(path.read_text(encoding="utf-8"))["arguments"]["dry_run"]
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, LookupError, TypeError):
+        return True
 
 
 def read_metrics(path):

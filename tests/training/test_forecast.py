@@ -19,7 +19,7 @@ from pipelines import qwen_image, wan_video
 from training import forecast as forecasting
 from training.arguments import parse_args
 from training.errors import RefusedError
-from training.forecast import Launch, check_fits, counterparts
+from training.forecast import Launch, check_fits, compare_forecast, counterparts, describe_forecast
 from training.module import find_lora_targets, make_trainable, parameters_to_train, trainable_parameters
 
 
@@ -183,6 +183,15 @@ def test_memory_of_the_modes_is_ordered(family, command):
         peaks[flag] = command(family, *task, *filter(None, [flag]))["forecast"]["training_peak_bytes"]
     keep, recompute, park = peaks.values()
     assert keep > recompute >= park
+
+
+def test_the_base_has_the_dtype_that_is_asked_for(command):
+    """In fp32 it is twice as large."""
+    weights = {
+        precision: command("qwen_image", "--mixed_precision", precision)["forecast"]["by_category"]["weights"]
+        for precision in ("no", "bf16")
+    }
+    assert weights["no"] == 2 * weights["bf16"]
 
 
 def test_a_budget_makes_the_plan(command, monkeypatch):
@@ -382,3 +391,20 @@ def test_a_budget_and_manual_flags_exclude_each_other(flag, command):
 def test_budgets_have_units(text, command):
     with pytest.raises(RefusedError, match=f"--memory_budget is '{text}'; allowed is auto, or a size with its unit"):
         command("qwen_image", f"--memory_budget={text}")
+
+
+def test_the_tables_are_for_a_person():
+    """A forecast that is far off is so many times too high, and other numbers of processes are for those who plan."""
+    forecast = {"num_processes": 1, "device_type": "cpu", "strategy": "single", "training_peak_place": "block 0"}
+    forecast |= {"by_category": {"weights": 2**30, "activations": 476 * 2**20, "ema": 0}, "peak_phase": "training"}
+    forecast |= {"phases": {"training": 2**30}, "per_process": {"num_processes": 8, "ddp": 1, "fsdp2": 1}}
+    forecast |= dict.fromkeys(("training_peak_bytes", "working_set_bytes", "parked_bytes", "host_bytes"), 2**30)
+    measured = {"by_category": {"weights": 2**31, "activations": 10 * 2**20}}
+    measured |= {"training_peak_bytes": 2**29 + 1, "parked_bytes": None, "host_bytes": 2**28}
+    lines = compare_forecast(forecast, measured)[1:]
+    assert [line.split()[-1] for line in lines[:1]] == ["-50.0%"] and lines[3].split()[-1] == "-"
+    assert [" ".join(line.split()[-2:]) for line in lines[1:5:3]] == ["48 times", "4.0 times"]
+    assert lines[2].endswith("+100.0%")
+    assert not any("8 processes" in line for line in describe_forecast(forecast))
+    assert any("8 processes" in line for line in describe_forecast(forecast | {"by_mode": {}}))
+    assert any("8 processes" in line for line in describe_forecast(forecast | {"num_processes": 8}))
