@@ -47,8 +47,9 @@ def test_quantile_inverts_the_distribution_function(sampling):
 def test_law_of_the_flags():
     """The model's shift unless one is given; the sigmas that both the flags and the model allow, or a refusal."""
 
-    def law(shift=None, low=0.0, high=1.0, model_range=(0.0, 1.0)):
+    def law(shift=None, low=0.0, high=1.0, model_range=(0.0, 1.0), **expert):
         args = types.SimpleNamespace(timestep_sampling="uniform", sigma_shift=shift, min_sigma=low, max_sigma=high)
+        vars(args).update(expert)
         return sigma_law(args, 5.0, model_range)
 
     assert law() == SigmaLaw("uniform", 5.0, 0.0, 1.0)
@@ -58,6 +59,10 @@ def test_law_of_the_flags():
     for low, high, model_range in ((0.9, 1.0, (0.0, 0.9)), (0.0, 0.9, (0.9, 1.0)), (0.95, 1.0, (0.0, 0.9))):
         with pytest.raises(RefusedError, match=f"--min_sigma {low} and --max_sigma {high} leave nothing"):
             law(low=low, high=high, model_range=model_range)
+    for name, ends, model_range in (("min", {"low": 0.5}, (0.9, 1.0)), ("max", {"high": 0.95}, (0.0, 0.9))):
+        with pytest.raises(RefusedError, match=f"--{name}_sigma 0.[59]+ has no effect: the expert is used for sigmas"):
+            law(**ends, model_range=model_range, expert="either")
+        assert law(**ends, model_range=model_range, expert="both") == SigmaLaw("uniform", 5.0, *model_range)
 
 
 def test_extreme_shifts():
