@@ -219,7 +219,7 @@ def batches(args):
     rows = [Row(str(n), "", None, str(n), repeat=args.dataset_repeat) for n in range(7)]
     used = {"size": [64, 64], "frames": 1}
     items = [Item(row, {"id": row.id, "caption": "", "used": used}, "") for row in rows]
-    plan, last_step = plan_batches(args, items, 1, resumed={"step": 0}, model={})
+    plan, last_step = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
     return last_step, [plan.micro_batches(step) for step in range(1, 5)]
 
 
@@ -246,6 +246,7 @@ EFFECTS = {
     "height": (clip, {"256": ["--width", "832"]}),
     "width": (clip, {"256": ["--height", "480"]}),
     "max_pixels": (clip, {"65536": []}),
+    "aspect_buckets": (clip, dict.fromkeys(("0", "1"), ["--max_pixels", "65536"])),
     "num_frames": (clip, {"9": []}),
     "fps": (clip, {"8": []}),
     "clip_part": (clip, {"start": [], "middle": [], "random": []}),
