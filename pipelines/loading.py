@@ -130,7 +130,7 @@ def check_weights(skeleton, pretrained_model_name_or_path, *, transformer_path=N
     if transformer_path is None and not os.path.isdir(pretrained_model_name_or_path):
         return  # on the hub, whose files come with an index of their own
     path = transformer_path or os.path.join(pretrained_model_name_or_path, subfolder)
-    files = [path] if os.path.isfile(path) else sorted(glob.glob(os.path.join(path, "*.safetensors")))
+    files = [path] if os.path.isfile(path) else sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors")))
     if not files:
         raise OSError(f"there is no safetensors file in {path}")
     shapes = {}

@@ -7,7 +7,7 @@ The captions are those of the `.txt` files beside the pictures and clips. The co
 for, so that its tables and these can be exchanged:
 
     path           relative to the table with forward slashes; absolute where the table stands in another folder
-    text           the caption as it is written
+    text           the caption as it is trained, without blanks around it and with line feeds as line ends
     num_frames     decoded and counted; 1 for a picture
     height, width  in pixels, upright as displayed
     aspect_ratio   height / width
@@ -157,8 +157,7 @@ def write_table(records, path, suffix):
         else:
             delimiter = "," if suffix == ".csv" else "\t"
             file.write(delimiter.join(COLUMNS) + "\n")
-            # All texts in quotes: with this line end Python leaves a bare carriage return without them, and what is
-            # in quotes is more often taken for a text even if it looks like a number.
+            # What is in quotes is more often taken for a text even if it looks like a number.
             form = {"delimiter": delimiter, "quoting": csv.QUOTE_NONNUMERIC, "lineterminator": "\n"}
             csv.DictWriter(file, COLUMNS, **form).writerows(records)
 

@@ -1,5 +1,6 @@
 """Training state on disk: written beside and renamed, so that a checkpoint is complete or absent."""
 
+import glob
 import json
 import logging
 import os
@@ -133,6 +134,8 @@ def find_checkpoint(args, accelerator):
             f"{where} holds weights only: the optimizer's state, the schedule, the step and the order of the data are "
             "not in it. Start a new run from them with --lora_init_path, or --transformer_path."
         )
+    if uses_deepspeed(accelerator) and glob.has_magic(str(path)):
+        raise RefusedError(f"{where}: DeepSpeed takes *, ? and [ in it for a pattern; rename the folder.")
     try:
         state = _read_state(path)
     except ValueError as error:

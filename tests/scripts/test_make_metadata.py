@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -166,7 +167,8 @@ def test_every_format_gives_the_captions_back(tmp_path, suffix):
     for name, caption in CAPTIONS.items():
         write_picture(tmp_path / f"{name}.png", caption=caption)
     write_picture(tmp_path / "without.png", caption=None)
-    expected = {**{f"{name}.png": caption for name, caption in CAPTIONS.items()}, "without.png": ""}
+    expected = {f"{name}.png": re.sub("\r\n?", "\n", caption).strip() for name, caption in CAPTIONS.items()}
+    expected["without.png"] = ""
     assert read_back(tmp_path, allow_missing_captions=True) == expected
 
     table = tmp_path / f"metadata{suffix}"

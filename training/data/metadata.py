@@ -7,6 +7,7 @@ dataset. Every problem that shows without decoding is found here, before any mod
 import codecs
 import csv
 import difflib
+import glob
 import io
 import itertools
 import json
@@ -49,6 +50,9 @@ FOREIGN_VIDEO_SUFFIXES = (
 _MEDIA_SUFFIXES = {*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, *FOREIGN_IMAGE_SUFFIXES, *FOREIGN_VIDEO_SUFFIXES}
 METADATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 
+# Blanks, line ends and byte order marks, in every script.
+_BLANKS = "\ufeff" + "".join(chr(number) for number in range(0x3001) if chr(number).isspace())
+
 # Hugging Face (file_name + text), DiffSynth-Studio (image or video + prompt), Open-Sora (path + text).
 FILE_COLUMNS = {"media": ("file_name", "image", "video", "path"), "caption": ("text", "prompt")}
 HUB_COLUMNS = {"media": ("image",), "caption": ("text", "caption", "prompt")}
@@ -81,7 +85,7 @@ class Row:
     Args:
         id: Unique name: the path relative to the dataset with forward slashes, or `split/index` for a Hugging Face
             dataset, whose items need not have a path. With several datasets the name of its own stands before it.
-        caption: The text as it was written; empty where there is none.
+        caption: The text without blanks around it and with line feeds as line ends; empty where there is none.
         media: The path of a picture, a video or a folder of frames, or where a dataset embeds it.
         origin: Where the row was found, for messages: `metadata.csv line 3`, or the id for sidecar folders.
         problem: Why the row cannot be used, as far as that shows without decoding; else None.
@@ -136,6 +140,7 @@ def read_datasets(args, **kind):
         rows = read_rows(
             dataset["dataset_path"], **columns, allow_missing_captions=args.allow_missing_captions, **kind
         )
+        _say_repeats_in_names(rows, dataset)
         return [replace(row, repeat=dataset["dataset_repeat"]) for row in rows]
 
     if args.datasets is None:
@@ -161,6 +166,22 @@ def read_datasets(args, **kind):
             f"{first_five(twice)}"
         )
     return rows
+
+
+def _say_repeats_in_names(rows, dataset):
+    """Says where folders are named as kohya's scripts want them, 10_cat, and the number is not that of our repeats."""
+    path, repeat = os.path.abspath(dataset["dataset_path"]), dataset["dataset_repeat"]
+    folders = sorted({os.path.basename(os.path.dirname(os.path.join(path, row.id))) for row in rows})
+    found = [name for name in folders if re.match(r"[0-9]{1,3}_.", name) and int(name.split("_")[0]) != repeat]
+    if found:
+        logger.warning(
+            "%s: numbers in names of folders, as kohya's repeats, are not taken: each item comes %d times in an "
+            "epoch, by --dataset_repeat. Folders with repeats of their own can stand in `datasets` of a --config "
+            "file.\n%s",
+            dataset["dataset_path"],
+            repeat,
+            first_five(found),
+        )
 
 
 def read_rows(
@@ -264,9 +285,9 @@ def _judge_captions(items, name, allow_missing_captions, media_suffixes, hint=""
             problem = problem or f"caption {reprlib.repr(caption)} is not text (numbers need quotes)"
             caption = ""
         else:
-            # A mark at the start and line ends at the end belong to the file that the text came from, not to the text.
-            caption = caption.lstrip("\ufeff").rstrip("\r\n")
-            if not caption.strip():
+            # What surrounds a text, and how its lines end, comes from the file or the system that it was written on.
+            caption = re.sub(r"\r\n?", "\n", caption).strip(_BLANKS)
+            if not caption:
                 kind, caption = "missing" if item.caption is None else "empty", ""
                 without[kind].append(item.origin)
                 if not allow_missing_captions:
@@ -762,6 +783,23 @@ def _pick_column(what, candidates, columns, given, known, name):
 # Hugging Face datasets
 
 
+def _not_as_pattern(folder):
+    """Returns what `datasets.load_dataset` is to be told of a folder or None, since it reads paths as patterns."""
+    real = os.path.realpath(folder or os.sep)
+    if not glob.has_magic(real):
+        return {}
+    from huggingface_hub import DatasetCard
+
+    # It lists the files of this place in the folder, which has to be relative to it: up to the root, and down again in
+    # letters that are no pattern. Then it no longer reads from the card which files they are.
+    told = {"data_dir": os.path.relpath(os.sep, real) + glob.escape(real)}
+    card = os.path.join(real, "README.md")
+    configs = DatasetCard.load(card).data.to_dict().get("configs", []) if os.path.isfile(card) else []
+    if len(configs) > 1:
+        raise ValueError(f"it has {len(configs)} configurations, and its path holds one of *, ? and [")
+    return told | ({"data_files": configs[0]["data_files"]} if configs and "data_files" in configs[0] else {})
+
+
 def _hub_items(name, folder, saved, given_columns, allow_missing_captions, media_suffixes):
     """Reads a Hugging Face dataset.
 
@@ -780,8 +818,15 @@ def _hub_items(name, folder, saved, given_columns, allow_missing_captions, media
         fetched = os.path.join(datasets.config.HF_DATASETS_CACHE, str(name).replace("/", "___"))
         if not os.path.isdir(fetched) and (problem := why_not_on_hub(str(name), "dataset")):
             raise RefusedError(f"--dataset_path {name}: {problem}.")
+    real = os.path.realpath(folder or "")
+    if folder and ("::" in real or not saved and os.path.expandvars(real) != real):
+        raise RefusedError(f"{name} cannot be loaded: the library for it takes '::' and '$' in {real} for its own.")
     try:
-        data = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder or name))
+        data = (
+            datasets.load_from_disk(folder)
+            if saved
+            else datasets.load_dataset(str(folder or name), **_not_as_pattern(folder))
+        )
     except Exception as error:  # the library, the hub and pyarrow each have their own, without a common base
         absent = "" if folder else "is not a folder here and "
         raise RefusedError(

@@ -6,6 +6,7 @@ import os
 import tempfile
 import types
 import unicodedata
+from argparse import Namespace
 from pathlib import Path
 
 import datasets
@@ -19,7 +20,7 @@ from PIL import Image
 from training.data import metadata
 from training.data.images import PICTURE_FORMATS
 from training.data.inspection import Inspector, inspect_each
-from training.data.metadata import IMAGE_SUFFIXES
+from training.data.metadata import IMAGE_SUFFIXES, read_datasets
 from training.errors import RefusedError
 
 
@@ -202,18 +203,34 @@ def test_other_media_are_items_where_they_have_a_text_and_nothing_else_has_it(tm
 # Captions
 
 
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [("a cat\n", "a cat"), ("a cat\r\n\r\n", "a cat"), (" a\tcat \n", " a\tcat "), ("one\r\ntwo\n", "one\r\ntwo")],
-)
-def test_only_trailing_line_ends_are_dropped(tmp_path, written, read):
-    folder_of(tmp_path, {"a.jpg": written})
-    assert read_rows(tmp_path)[0].caption == read
+@pytest.mark.parametrize("kind", [".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", "saved"])
+def test_captions_have_no_blanks_around_them_and_one_kind_of_line_end(tmp_path, kind):
+    written = {
+        *(
+            "a cat\n",
+            "a cat\r\n\r\n",
+            " a\tcat  \n",
+            "one\r\ntwo\r",
+            "one\r\rtwo",
+            "\t\n\ufeff a\u3000cat\u3000",
+            "one \n two",
+        ),
+    }
+    read = {"a cat", "a\tcat", "one\ntwo", "one\n\ntwo", "a\u3000cat", "one \n two"}
+    if kind == "saved":
+        picture_dataset(tmp_path, sorted(written))[0].save_to_disk(str(tmp_path / "saved"))
+        assert {row.caption for row in read_rows(tmp_path / "saved")} == read
+        return
+    folder_of(tmp_path, {f"{n}.png": text if kind == ".txt" else None for n, text in enumerate(sorted(written))})
+    if kind != ".txt":
+        rows = [[f"{n}.png", text] for n, text in enumerate(sorted(written))]
+        write_table(tmp_path / f"metadata{kind}", ["file_name", "text"], rows)
+    assert {row.caption for row in read_rows(tmp_path)} == read
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt"])
 def test_captions_are_never_taken_for_values(tmp_path, suffix):
-    captions = ["NA", "null", "None", "NaN", "1e5", "007", "true", "-", "1,5", '"', "'a'", 'say "hi"', " x\ty ", "#"]
+    captions = ["NA", "null", "None", "NaN", "1e5", "007", "true", "-", "1,5", '"', "'a'", 'say "hi"', "x\ty", "#"]
     names = [f"{n:02}.jpg" for n in range(len(captions))]
     for name, caption in zip(names, captions, strict=True):
         folder_of(tmp_path, {name: caption if suffix == ".txt" else None})
@@ -704,6 +721,54 @@ def test_damaged_saved_dataset_is_refused(tmp_path):
     assert f"{tmp_path} cannot be loaded as a Hugging Face dataset" in refused(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a[b]", "a*b", "[x]/a?b c#%20"])
+def test_folders_are_not_read_as_patterns(tmp_path, name):
+    """Neither not found, nor with the rows of another folder that the name would match."""
+    for place, captions in ((name, ["one", "two"]), ("axb", ["other"]), ("[x]/axb c#%20", ["other"])):
+        folder = tmp_path / place
+        (folder / "data").mkdir(parents=True)
+        for split in ("train", "test"):
+            with open(folder / "data" / f"{split}-00000-of-00001.parquet", "wb") as file:
+                picture_dataset(tmp_path, captions)[0].to_parquet(file)
+        with open(folder / "unused.parquet", "wb") as file:
+            picture_dataset(tmp_path, ["unused"])[0].to_parquet(file)
+    assert [row.caption for row in read_rows(tmp_path / name)] == ["one", "two"]
+    # Nor is what the card says of the files passed over.
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: unused*\n---\n"
+    write(tmp_path / name / "README.md", card)
+    assert [row.caption for row in read_rows(tmp_path / name)] == ["unused"]
+    picture_dataset(tmp_path, ["saved"])[0].save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved").rename(tmp_path / name / "saved")
+    assert [row.caption for row in read_rows(tmp_path / name / "saved")] == ["saved"]
+
+
+@pytest.mark.parametrize("name", ["a::b", "$HOME"])
+def test_folders_that_the_library_would_look_for_elsewhere_are_refused(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    with open(folder / "a.parquet", "wb") as file:
+        picture_dataset(tmp_path, ["one"])[0].to_parquet(file)
+    assert "takes '::' and '$' in" in refused(folder)
+    # Which holds for datasets of that library only.
+    (folder / "a.parquet").unlink()
+    assert read_rows(folder_of(folder, {"a.jpg": "one"}))[0].caption == "one"
+
+
+@pytest.mark.parametrize(
+    ("path", "repeat", "said"),
+    [("", 1, ["10_a cat"]), ("10_a cat", 1, ["10_a cat"]), ("10_a cat", 10, []), ("", 10, ["2_dog"])],
+)
+def test_repeats_in_names_of_folders_are_not_taken_and_said(tmp_path, caplog, path, repeat, said):
+    folder_of(tmp_path, {"10_a cat/a.jpg": "one", "2_dog/a.jpg": "two", "2024_trip/a.jpg": "three", "b.jpg": "four"})
+    flags = {"dataset_path": str(tmp_path / path), "dataset_metadata": None, "media_column": None}
+    args = Namespace(**flags, caption_column=None, dataset_repeat=repeat, datasets=None, allow_missing_captions=False)
+    rows = read_datasets(args)
+    assert {row.repeat for row in rows} == {repeat}
+    assert ("as kohya's repeats, are not taken" in caplog.text) == bool(said)
+    for name in said:
+        assert f"\n  {name}" in caplog.text
+
+
 def test_hub_id(tmp_path, monkeypatch):
     data, pictures = picture_dataset(tmp_path / "source", ["one"])
     asked = []
@@ -920,15 +985,22 @@ def test_any_text_comes_back_or_is_refused(captions, suffix):
         except RefusedError as error:
             assert not plain(captions), error
             return
-        expected = {f"{stem}.png": text.lstrip("\ufeff").rstrip("\r\n") for stem, text in captions.items()}
+        expected = {f"{stem}.png": cleaned(text) for stem, text in captions.items()}
         if suffix == ".txt":
             expected = {name: text for name, text in expected.items() if not name.startswith(".")}
         assert dict(pairs(rows)) == expected
 
 
+def cleaned(text):
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    while text != (text := text.strip().strip("\ufeff")):
+        pass
+    return text
+
+
 def plain(captions):
     """Tells whether nothing about these names and captions can be a reason to refuse them."""
     return all(
-        "\0" not in stem + text and text.strip("\ufeff \r\n").strip() and not stem.startswith((".", "metadata"))
+        "\0" not in stem + text and cleaned(text) and not stem.startswith((".", "metadata"))
         for stem, text in captions.items()
     ) and len({unicodedata.normalize("NFC", stem) for stem in captions}) == len(captions)
