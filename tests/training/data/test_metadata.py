@@ -26,7 +26,7 @@ from training.errors import RefusedError
 
 def read_rows(path, **kwargs):
     """Reads rows and refuses the bad ones, as a run does, without decoding."""
-    record = {"decision": "used", "source": {"size": [1, 1]}, "used": {"size": [1, 1]}}
+    record = {"id": "", "decision": "used", "source": {"size": [1, 1]}, "used": {"size": [1, 1]}}
     rows = metadata.read_rows(path, **kwargs)
     if rows:
         inspect_each(rows, Inspector("pictures", lambda *_: None, "", lambda row, _: record))
