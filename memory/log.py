@@ -273,6 +273,7 @@ class Watch:
             optimizer.register_step_post_hook(lambda *_: self._begin("batch", "batch")),
         ]
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._masters = []
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(lambda parameter: self._count([parameter.grad], "gradients"))
             for parameter in self._trained
@@ -315,7 +316,7 @@ class Watch:
                 self._live.__exit__(None, None, None)
             for hook in self._hooks:
                 hook.remove()
-            self._live, self._hooks, self._trained, self._average = None, [], [], ()
+            self._live, self._hooks, self._trained, self._masters, self._average = None, [], [], [], ()
 
     def _begin(self, phase, category):
         self.phase, self._live.category = phase, category
@@ -326,6 +327,7 @@ class Watch:
             # Now, since preparing or resuming may have replaced the tensors. The parameters come last: an optimizer
             # has them too, where they are their own fp32 masters.
             masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._masters = masters
             self._count([*masters, *tree_leaves(list(optimizer.state.values()))], "optimizer_state")
             self._count(self._average, "ema")
             self._count([*module.parameters(), *module.buffers()], "weights")
@@ -351,8 +353,8 @@ class Watch:
             return
         if not any(what == "backward" for _, what in self.marks):
             self._log.point("first backward")
-        # Again, since DDP has put views of its buckets in their place.
-        self._count([parameter.grad for parameter in self._trained], "gradients")
+        # Again, since DDP has put views of its buckets in their place, and may have made sums of those of the masters.
+        self._count([parameter.grad for parameter in (*self._trained, *self._masters)], "gradients")
         self._mark("backward")
         self._begin("after backward", "gradients")  # such as those of fp32 masters
 

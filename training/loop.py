@@ -112,9 +112,7 @@ def train(
                 losses.append(loss.detach())
                 sample_losses.append(module.sample_losses)
                 accelerator.backward(loss)
-                if accelerator.sync_gradients or accelerator.num_processes == 1:
-                    # With several DDP has averaged them only now.
-                    weights.take_gradients()
+                weights.take_gradients()
                 is_skipped = False
                 if accelerator.sync_gradients:
                     grad_norm = clip_gradients(accelerator, weights, args.max_grad_norm)
@@ -185,6 +183,7 @@ def _prepare(accelerator, module, args, *, log, optimizer_class, optimizer_argum
     log.point("optimizer")
     lr_scheduler = make_schedule(args, optimizer, last_step)
     model, optimizer = accelerator.prepare(module, optimizer)
+    weights.average_in_fp32(model)
     log.point("prepared")
     # Not prepared: Accelerate would step the schedule once per process.
     accelerator.register_for_checkpointing(*filter(None, (lr_scheduler, average.model)))

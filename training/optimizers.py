@@ -6,6 +6,8 @@ import json
 
 import torch
 from diffusers.optimization import get_scheduler
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from training.errors import RefusedError
 
@@ -113,13 +115,45 @@ class MasterWeights:
             for p in self.parameters
         ]
         self._pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
+        self._are_averaged = False  # by DDP, in the backward pass at work
 
     def take_gradients(self):
         """Add the gradients of the parameters, and take them away, to those of their masters."""
         for parameter, master in self._pairs:
             if parameter.grad is not None:
-                gradient, parameter.grad = parameter.grad.to(torch.float32), None
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                gradient, parameter.grad = parameter.grad, None
+                if not self._are_averaged:
+                    gradient = gradient.to(torch.float32)
+                    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        self._are_averaged = False
+
+    def average_in_fp32(self, model):
+        """Let DDP average the sums of the masters, where it would average gradients in bf16 of the last micro-batch.
+
+        Call it with what `accelerator.prepare` returned, before the first step.
+        """
+        if self._pairs and isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(dict(self._pairs), self._average)
+
+    @torch.no_grad()
+    def _average(self, masters, bucket):
+        """Average a bucket of DDP, while the backward pass goes on: one communication, of fp32 sums."""
+        parameters = bucket.parameters()
+        if parameters[0] not in masters:  # in fp32, as all of this bucket
+            return allreduce_hook(None, bucket)
+        self._are_averaged = True
+        sums = torch.empty(sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device)
+        parts = sums.split([parameter.numel() for parameter in parameters])
+        for parameter, gradient, part in zip(parameters, bucket.gradients(), parts, strict=True):
+            master, part = masters[parameter], part.view(parameter.shape)
+            part.copy_(gradient)
+            if master.grad is not None:
+                part.add_(master.grad)
+            master.grad = part
+        sums.div_(torch.distributed.get_world_size())
+        buffer, work = bucket.buffer(), torch.distributed.all_reduce(sums, async_op=True)
+        # DDP waits for it; what it then has of this bucket is not looked at.
+        return work.get_future().then(lambda _: buffer)
 
     @torch.no_grad()
     def write_back(self):
