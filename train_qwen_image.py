@@ -274,6 +274,7 @@ def main(args, log):
         held_out,
         pipeline=stock_preview,
         sample=partial(pipeline.sample, **preview_settings(args, items)),
+        takes_turns=forecast.previews_take_turns(plan.modes),
     )
     train(
         accelerator,

@@ -365,6 +365,7 @@ def main(args, log):
             held_out,
             pipeline=stock_preview,
             sample=partial(pipeline.sample, **settings),
+            takes_turns=forecast.previews_take_turns(plan.modes),
             sigma_range=variant.sigma_range(expert),
             place=places[expert],
             load_other=partial(load_other_expert, other, steps_before) if other is not None else None,

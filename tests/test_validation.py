@@ -21,6 +21,7 @@ from training.arguments import parse_args
 from training.errors import RefusedError, StoppedError, exit_codes
 from training.export import LORA_FILE
 from training.flow_matching import Draw
+from training.forecast import RunForecast
 
 
 # Of every run here. The rate is high, so that three steps can be seen.
@@ -231,6 +232,24 @@ def test_last_preview_is_what_the_stock_pipeline_samples(
         assert sorted(path.name for path in (folder / "validation").iterdir()) == ["step-3", "step-6"]
 
 
+@pytest.mark.parametrize("family, flags", [("qwen_image", []), ("wan_t2v_a14b", ["--expert", "high_noise"])])
+def test_previews_are_the_same_whether_parts_take_turns_or_not(family, flags, train, monkeypatch):
+    """As the forecast says; the files are the same bytes."""
+    pictures, seen = [], []
+    on_device = validation._on_device
+
+    def spy(*args, takes_turns):
+        seen.append(takes_turns)
+        return on_device(*args, takes_turns=takes_turns)
+
+    monkeypatch.setattr(validation, "_on_device", spy)
+    for takes_turns in (False, True):
+        monkeypatch.setattr(RunForecast, "previews_take_turns", lambda self, modes, said=takes_turns: said)
+        folder = train(family, *flags_of(family), *flags, "--max_train_steps", "1", *PROMPT) / "validation"
+        pictures.append({name: (folder / name).read_bytes() for name in files_in(folder)})
+    assert seen == [False, True] and pictures[0] == pictures[1] and len(pictures[0]) == 2
+
+
 def test_averaged_weights_are_previewed(train, sampled):
     flags = [*flags_of("qwen_image"), *STEPS, *PROMPT, "--lora_dropout", "0.5"]
     train("qwen_image", *flags)
@@ -403,7 +422,7 @@ def test_an_expert_is_measured_on_its_own_side(expert, low, high, train):
     assert sigmas == pytest.approx(expected, rel=1e-3)
 
 
-# ---------------------------------------------------------------- one part at a time on the device
+# ---------------------------------------------------------------- what of the pipeline is on the device
 
 
 class Parts:
@@ -417,6 +436,7 @@ class Parts:
         self.trained.weight.requires_grad_(True)
         self.trained.bias.requires_grad_(False)
         self.devices = dict.fromkeys(self.frozen(), "cpu") | {self.trained.bias: "accelerator"}
+        self.moves = []  # (name of a part, device)
         move = validation._move_frozen
         # Every move is made, and only the device is not there.
         to = torch.Tensor.to
@@ -429,6 +449,7 @@ class Parts:
             frozen = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.requires_grad]
             assert len(seen) == len(frozen)
             self.devices |= dict(zip(frozen, seen, strict=True))
+            self.moves += [(name, device) for name, part in self.components.items() if part is module]
 
         monkeypatch.setattr(validation, "_move_frozen", moved)
 
@@ -447,15 +468,19 @@ class Parts:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_parts_take_turns(fails, monkeypatch):
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_parts_take_turns_or_come_together(takes_turns, fails, monkeypatch):
     pipeline = Parts(monkeypatch)
     trained, memory = pipeline.trained, pipeline.trained.weight.data_ptr()
+    there = {"transformer"}
 
     def use():
-        with validation._taking_turns(pipeline, trained, "accelerator"):
+        with validation._on_device(pipeline, trained, "accelerator", takes_turns=takes_turns):
             for name in ("transformer_2", "vae", "transformer", "transformer", "vae"):
                 pipeline.components[name](torch.ones(1, 2))
-                assert pipeline.on_device() == {name}
+                there.add(name)
+                assert pipeline.on_device() == ({name} if takes_turns else there)
+                assert ("transformer", "cpu") in pipeline.moves or not takes_turns
                 assert pipeline.components[name]._hf_hook.execution_device == "accelerator"
             if fails:
                 raise ZeroDivisionError
@@ -465,6 +490,9 @@ def test_parts_take_turns(fails, monkeypatch):
     else:
         use()
     assert pipeline.on_device() == {"transformer"} and trained.weight.data_ptr() == memory
+    if not takes_turns:
+        moved = [(name, device) for name, device in pipeline.moves if name == "transformer"]
+        assert {device for _, device in moved} == {"accelerator"}, "where it is"
     assert trained.weight.requires_grad and trained.weight not in pipeline.devices
     assert not pipeline.components["vae"].weight.requires_grad, "or it would not move"
     assert not any(hasattr(pipeline.components[name], "_hf_hook") for name in ("transformer", "transformer_2", "vae"))

@@ -339,49 +339,77 @@ class RunForecast:
 
     def phases(self, modes):
         """Return the peak of each phase of the run, in bytes of a process on its device."""
+        return self._phases(modes)[0]
+
+    def previews_take_turns(self, modes):
+        """Return whether the parts that make previews have the device one at a time, since all do not fit together."""
+        return self._phases(modes)[1]
+
+    def _phases(self, modes):
         before = {phase: peak for phase, peak in self._encoded[0].items() if self.to_encode[phase]}
-        by_category, _ = self.training(modes)
+        training = {"training": sum(self.training(modes)[0].values())}
         fixed, _ = self._shares(self.launch.strategy, self.launch.num_processes)
-        after = {"training": sum(by_category.values())}
-        if self.previews is not None:
-            # While another part of the pipeline runs, what is not trained waits in host memory.
-            held = sum(fixed.values())
-            second = (self.preview_transformers - 1) * self._bytes["weights"]
-            transformers = held + max(0, second - self._waiting_bytes)
-            others = held - self._waiting_bytes + self._preview[0]
-            after["previews"] = max(transformers + self.profile.inference_bytes + self._batch_bytes, others)
+        held, sampling = sum(fixed.values()), self.profile.inference_bytes + self._batch_bytes
         # The exported file is loaded back, at the end, beside what training leaves.
-        export = sum(fixed.values()) - fixed["gradients"] + self._bytes["adapters"] + self.profile.inference_bytes
-        return before | after | {"export": export + self._batch_bytes}
+        export = {"export": held - fixed["gradients"] + self._bytes["adapters"] + sampling}
+        if self.previews is None:
+            return before | training | export, False
+        peak, weights = self._preview
+        second = (self.preview_transformers - 1) * self._bytes["weights"]
+        previews = held + second + max(weights + sampling, peak)
+        if takes_turns := self._exceeds_room(previews, before | training | export):
+            # While another part of the pipeline runs, what is not trained waits in host memory.
+            waiting = self._waiting_bytes
+            previews = max(held + max(0, second - waiting) + sampling, held - waiting + peak)
+        return before | training | {"previews": previews} | export, takes_turns
+
+    def _exceeds_room(self, num_bytes, phases):
+        """Return whether previews that take `num_bytes` do not fit on a device on which other phases do."""
+        if self.launch.device_type == "cpu":
+            return False  # and what would leave it has nowhere to go
+        if self.args.memory_budget not in (None, "auto"):
+            return num_bytes > self.args.memory_budget
+        if self.launch.device_bytes is not None:
+            return num_bytes > self.launch.device_bytes[0] - RESERVED_BYTES
+        return num_bytes > max(phases.values())  # the smallest device that will do
 
     @property
     def _waiting_bytes(self):
-        """Bytes of the transformer that leave the device for other parts of the pipeline."""
-        is_moved = self.args.training_mode == "lora" and self.launch.device_type != "cpu"
-        return self._bytes["weights"] if is_moved else 0
+        """Bytes of the transformer that leave the device where parts of the pipeline take turns."""
+        return self._bytes["weights"] if self.args.training_mode == "lora" else 0
 
     def host_bytes(self, modes):
-        """Return the host memory of all processes on this machine at its highest."""
+        """Return the host memory of all processes on this machine at its highest.
+
+        Weights are read by mapping their files: however many processes do it, these pages are there once.
+        """
+        phases, takes_turns = self._phases(modes)
         weights = [num_bytes for phase, num_bytes in self._encoded[1].items() if self.to_encode[phase]]
         # Batches that are made ahead, two for each thread, and the one that is trained on.
         ahead = self._batch_bytes * (2 * self.args.dataloader_num_workers + 1)
-        on_the_way = max([*weights, self._bytes["weights"]])  # they are read on the host
+        mapped = max([*weights, self._bytes["weights"]])
         training = self.profile.parked_bytes(modes)
         if self.args.ema and self.args.offload_ema:
             training += self._bytes["ema"]
-        if self.launch.device_type != "cpu":
+        preview_weights = 0
+        if self.previews is not None:
+            preview_weights = self._preview[1]
+            training += self._bytes["ema"]  # the trained weights, while their average has their place
+        if self.launch.device_type == "cpu":
+            training += max(
+                num_bytes + preview_weights * (phase in ("training", "export")) for phase, num_bytes in phases.items()
+            )
+        else:
             # On the way to and from a checkpoint: weights that are trained, or optimizer and average, twice.
             saving = self._bytes["fp32_gradients"] if self.args.checkpointing_steps else 0
             loading = self._bytes["optimizer_state"] + 2 * self._bytes["ema"]
             training += max(saving, loading if self.args.resume_from_checkpoint else 0)
-        if self.previews is not None:
-            training += self._preview[1] + self._waiting_bytes
-            training += (self.preview_transformers - 1) * self._bytes["weights"]
-            training += self._bytes["ema"]  # the trained weights, while their average has their place
-        if self.launch.device_type == "cpu":
-            training += max(self.phases(modes).values())
-        per_process = psutil.Process().memory_info().rss + ahead + max(on_the_way, training)
-        return int(per_process * self.launch.num_local_processes)
+            training += preview_weights + takes_turns * self._waiting_bytes
+            training += (self.preview_transformers - 1) * self._bytes["weights"] * (self.previews is not None)
+        process = psutil.Process().memory_info()
+        shared = getattr(process, "shared", 0)  # libraries above all; only Linux tells
+        n = self.launch.num_local_processes
+        return int(shared + n * (process.rss - shared + ahead) + max(mapped, n * training))
 
     # ---- for people and files
 

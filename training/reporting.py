@@ -115,9 +115,7 @@ class RunRecord:
             "by_category": watched.by_category if watched else {},
             # Of one forward pass, and not of the first, in which shared tensors are not known yet.
             "parked_bytes": steps[-1]["offloaded_bytes"] // self.content["arguments"]["gradient_accumulation_steps"],
-            # As if each local process held what this one does.
-            "host_bytes": max(step["host_rss_bytes"] for step in steps)
-            * self.content["forecast"]["num_local_processes"],
+            "host_bytes": self._host_bytes(max(step["host_rss_bytes"] for step in steps)),
             "parking": {**(self.log.parking or {}), "pool_peak_bytes": offload.counters()["pool_peak_bytes"]},
             "data": self.log.data,
         }
@@ -133,6 +131,11 @@ class RunRecord:
                 "parking in the last step: " + ", ".join(f"{key} {value}" for key, value in self.log.parking.items())
             )
         print(self.log.table())
+
+    def _host_bytes(self, rss_bytes):
+        """Return what all local processes hold if each holds what this one does; the pages that they share once."""
+        shared = getattr(psutil.Process().memory_info(), "shared", 0)  # only Linux tells
+        return rss_bytes + (self.content["forecast"]["num_local_processes"] - 1) * (rss_bytes - shared)
 
     def _validation_losses(self):
         """Return [(step, loss of what is held out)]; what runs before have left went when this one started."""

@@ -130,6 +130,9 @@ class Validation:
         place (`str`): What the pipeline calls the transformer.
         load_other (`Callable[[DiffusionPipeline], None]`, *optional*):
             Gives the pipeline the transformer that works beside the trained one. It is let go after each use.
+        takes_turns (`bool`):
+            The device has no room for all parts of the pipeline together: each has it alone, and the others wait in
+            host memory.
         fps (`float`, *optional*): Of clips.
     """
 
@@ -147,9 +150,11 @@ class Validation:
         sample=None,
         place="transformer",
         load_other=None,
+        takes_turns=False,
         fps=None,
     ):
         self.accelerator, self.args, self.module, self.fps = accelerator, args, module, fps
+        self.takes_turns = takes_turns
         low, high = max(sigma_range[0], args.min_sigma), min(sigma_range[1], args.max_sigma)
         self.sigmas = [low + (band + 0.5) / NUM_BANDS * (high - low) for band in range(NUM_BANDS)]
         self.held_out = []
@@ -254,7 +259,8 @@ class Validation:
         )
         embeds = {text: read_entry(path)["prompt_embeds"] for text, path in self.prompt_embeds.items()}
         own = {}
-        with _taking_turns(self.pipeline, self.module.transformer, self.accelerator.device):
+        device, transformer = self.accelerator.device, self.module.transformer
+        with _on_device(self.pipeline, transformer, device, takes_turns=self.takes_turns):
             for number in range(rank, len(self.prompts), n):
                 prompt_embeds, negative_prompt_embeds = (
                     embeds.get(text) for text in (self.prompts[number], self.args.negative_prompt)
@@ -323,22 +329,23 @@ def write_clip(path, frames, fps):
         container.mux(stream.encode())
 
 
-# ---------------------------------------------------------------- one part at a time on the device
+# ---------------------------------------------------------------- what of the pipeline is on the device
 
 
-class _TakeTurns(ModelHook):
-    """Brings the part that is about to run to the device, and what of the others can wait to the host."""
+class _MoveToDevice(ModelHook):
+    """Brings the part that is about to run to the device; if they take turns, what of others can wait to the host."""
 
-    def __init__(self, parts, device):
-        self.parts, self.execution_device = parts, device
+    def __init__(self, parts, device, takes_turns):
+        self.parts, self.execution_device, self.takes_turns = parts, device, takes_turns
         self.at_work = None
 
     def pre_forward(self, module, *args, **kwargs):
         if module is not self.at_work:
             self.at_work = module
-            for part in self.parts:
-                if part is not module:
-                    _move_frozen(part, "cpu")
+            if self.takes_turns:
+                for part in self.parts:
+                    if part is not module:
+                        _move_frozen(part, "cpu")
             _move_frozen(module, self.execution_device)
         return args, kwargs
 
@@ -351,14 +358,14 @@ def _move_frozen(module, device):
 
 
 @contextlib.contextmanager
-def _taking_turns(pipeline, trained, device):
-    """Context in which the parts of a pipeline have the device one at a time; then `trained` has it."""
+def _on_device(pipeline, trained, device, *, takes_turns):
+    """Context in which the parts of a pipeline run on the device, all together or by turns; then `trained` has it."""
     parts = [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
-    turns = _TakeTurns(parts, device)
+    hook = _MoveToDevice(parts, device, takes_turns)
     for part in parts:
         if part is not trained:
             part.requires_grad_(False)
-        add_hook_to_module(part, turns)
+        add_hook_to_module(part, hook)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+import types
 
 import pytest
 import torch
@@ -295,15 +296,62 @@ def test_previews_are_a_phase_of_their_own(family, forecast, tiny_model, photos)
     frames = 1 if family == "qwen_image" else 9
     assert found == weights and peak > weights + 4 * 3 * frames * 512 * 512
     held, _ = made._shares("single", 1)
-    phases = made.phases(plan.modes)
-    assert phases["previews"] == sum(held.values()) - held["weights"] + peak
-    made.launch = dataclasses.replace(made.launch, device_type="cpu")
-    assert made.phases(plan.modes)["previews"] == sum(held.values()) + peak
-    # Where nothing leaves the device, a second transformer comes on top.
-    made.__dict__["_preview"] = (0, 0)
-    second = held["weights"] if family == "wan_t2v_a14b" else 0
+    held, base = sum(held.values()), held["weights"]
+    second = base if family == "wan_t2v_a14b" else 0
     sampling = made.profile.inference_bytes + made._batch_bytes
-    assert made.phases(plan.modes)["previews"] == sum(held.values()) + second + sampling
+    together = held + second + max(weights + sampling, peak)
+    in_turns = max(held + sampling, held - base + peak)
+    assert in_turns < together
+
+    def previews(**launch):
+        made.launch = dataclasses.replace(made.launch, **launch)
+        return made.phases(plan.modes)["previews"], made.previews_take_turns(plan.modes)
+
+    # By turns only where a device is too small for all.
+    enough = together + forecasting.RESERVED_BYTES
+    assert previews(device_bytes=(enough, 80 * GIB)) == (together, False)
+    assert previews(device_bytes=(enough - 1, 80 * GIB)) == (in_turns, True)
+    assert previews(device_type="cpu") == (together, False), "what would leave it has nowhere to go"
+    assert previews(device_type="cuda", device_bytes=None) in ((together, False), (in_turns, True))
+    others = max(value for name, value in made.phases(plan.modes).items() if name != "previews")
+    assert made.previews_take_turns(plan.modes) == (together > others), "on the smallest device for the rest"
+    for budget, expected in ((together, (together, False)), (together - 1, (in_turns, True))):
+        made.args.memory_budget = budget
+        assert previews() == expected
+
+
+def test_full_training_of_which_nothing_waits(forecast):
+    made, plan = forecast("qwen_image", "--training_mode", "full", "--validation_prompt", "a cat")
+    made.launch = dataclasses.replace(made.launch, device_bytes=(0, 80 * GIB))
+    held, _ = made._shares("single", 1)
+    sampling = made.profile.inference_bytes + made._batch_bytes
+    assert made.phases(plan.modes)["previews"] == sum(held.values()) + max(sampling, made._preview[0])
+
+
+def test_host_memory_counts_mapped_weights_once(forecast, monkeypatch):
+    """What each process has for itself as often as there are processes: batches, what is parked, its own pages."""
+    made, plan = forecast("qwen_image", "--use_gradient_checkpointing_offload")
+    memory = types.SimpleNamespace(rss=1000, shared=300)
+    monkeypatch.setattr(forecasting.psutil, "Process", lambda: types.SimpleNamespace(memory_info=lambda: memory))
+    ahead = made._batch_bytes * (2 * made.args.dataloader_num_workers + 1)
+    read = max([made._bytes["weights"], *made._encoded[1].values()])
+    for n in (1, 8):
+        made.launch = dataclasses.replace(made.launch, num_local_processes=n)
+        assert made.host_bytes(plan.modes) == 300 + n * (700 + ahead) + read
+    monkeypatch.setattr(made.profile, "parked_bytes", lambda modes: read)
+    assert made.host_bytes(plan.modes) == 300 + 8 * (700 + ahead) + 8 * read
+
+
+def test_host_memory_of_a_cpu_counts_each_part_of_previews_once(forecast, monkeypatch):
+    """They are there from the start, and are in the phase of previews already."""
+    made, plan = forecast("wan_t2v_a14b", "--expert", "high_noise", "--validation_prompt", "a cat")
+    made.launch = dataclasses.replace(made.launch, device_type="cpu")
+    made.to_encode = {"text encoder": {}, "VAE": {}}  # or it would be the most
+    memory = types.SimpleNamespace(rss=0)
+    monkeypatch.setattr(forecasting.psutil, "Process", lambda: types.SimpleNamespace(memory_info=lambda: memory))
+    phases = made.phases(plan.modes)
+    most = max(phases["previews"], *(phases[name] + made._preview[1] for name in ("training", "export")))
+    assert made.host_bytes(plan.modes) == most + made._batch_bytes * (2 * made.args.dataloader_num_workers + 1)
 
 
 def test_disk_that_a_run_takes(forecast, caplog, tmp_path):
