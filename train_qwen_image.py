@@ -7,6 +7,7 @@ On one device, on several, and on a CPU:
 Runnable settings for each model: scripts/qwen_image/.
 """
 
+import gc
 import logging
 import sys
 
@@ -38,6 +39,7 @@ if __name__ == "__main__":
     # Before torch is imported, so that a typo is answered at once.
     with exit_codes():
         args = parse_args(sys.argv[1:], description=__doc__, values=FAMILY)
+    gc.disable()  # the imports to come make many objects, and no garbage worth the search
 
 import pathlib
 from functools import partial
@@ -308,5 +310,7 @@ def main(args, log):
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what they made stays, and need not be looked at again
+    gc.enable()
     with exit_codes(OutOfMemory), MemoryLog() as log:
         main(args, log)

@@ -7,6 +7,7 @@ On one device, on several, and on a CPU:
 Runnable settings for each model: scripts/wan_video/.
 """
 
+import gc
 import logging
 import sys
 
@@ -42,6 +43,7 @@ if __name__ == "__main__":
     # Before torch is imported, so that a typo is answered at once.
     with exit_codes():
         args = parse_args(sys.argv[1:], description=__doc__, values=FAMILY, resolve=False)
+    gc.disable()  # the imports to come make many objects, and no garbage worth the search
 
 import dataclasses
 import itertools
@@ -422,5 +424,7 @@ def main(args, log):
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what they made stays, and need not be looked at again
+    gc.enable()
     with exit_codes(OutOfMemory), MemoryLog() as log:
         main(args, log)

@@ -282,6 +282,7 @@ class Watch:
         self._knows_all = False  # weights and the optimizer's state
         self._live = LiveBytes(device_type, on_change=lambda live: self._sample())
         self._live.category = "batch"
+        self._live.by_category.update(dict.fromkeys(CATEGORIES, 0))
         self._live.__enter__()
 
     def end_step(self):
@@ -369,11 +370,11 @@ class Watch:
         """Take note of what is alive, and return its bytes."""
         event, live = self._num_events, self._live
         self._num_events += 1
-        num_bytes, parked = live.live_bytes, offload.counters()["pool_bytes"]
+        num_bytes, parked = live.live_bytes, offload.pool_bytes()
         is_peak = num_bytes > self.peak_bytes
         starts_stretch = not self.samples or self.samples[-1][0] // self._stride != event // self._stride
         if is_peak or starts_stretch or num_bytes > self.samples[-1][1]:
-            by_category = {category: live.by_category[category] for category in CATEGORIES}
+            by_category = dict(live.by_category)
             if is_peak:
                 self.peak_bytes, self.by_category = num_bytes, by_category
             if not starts_stretch:

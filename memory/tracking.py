@@ -5,7 +5,15 @@ import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+
+def _tensors(values):
+    """Yield the tensors among what an operator takes or returns: values, and lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -28,15 +36,19 @@ class LiveBytes(TorchDispatchMode):
         self.by_category = collections.Counter()
         self.live_bytes = self.peak_bytes = 0
         self.by_category_at_peak = {}
-        self._known = {}  # address of a storage -> [its category, its bytes]
+        self._known = {}  # address of a storage -> [its category, its bytes, what takes note of its end]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf, None)  # made before, or by what this mode does not see
-        result = func(*args, **(kwargs or {}))
-        made = [self._see(leaf, self.category) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if any(made):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = False
+        for tensor in _tensors((result,)):
+            if tensor.untyped_storage()._cdata not in self._known:
+                # A view, perhaps, of what was made before, or by what this mode does not see.
+                for source in _tensors((*args, *kwargs.values())):
+                    self._see(source, None)
+                made |= self._see(tensor, self.category)
+        if made:
             self._note_peak()
             if self.on_change is not None:
                 self.on_change(self)
@@ -48,8 +60,8 @@ class LiveBytes(TorchDispatchMode):
             entry = self._known.get(tensor.untyped_storage()._cdata)
             if entry is not None:
                 self._add(entry[0], -entry[1])
-                entry[:] = category, tensor.untyped_storage().nbytes()
-                self._add(*entry)
+                entry[:2] = category, tensor.untyped_storage().nbytes()
+                self._add(*entry[:2])
             else:
                 self._see(tensor, category)
         self._note_peak()
@@ -66,10 +78,11 @@ class LiveBytes(TorchDispatchMode):
         if storage._cdata in self._known:
             return False
         counts = category is not None and self.device_type in (None, tensor.device.type)
-        entry = self._known[storage._cdata] = [category, storage.nbytes() if counts else 0]
-        self._add(*entry)
-        # The finalizer belongs to the storage: views and what autograd saves keep it alive.
-        weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+        address, num_bytes = storage._cdata, storage.nbytes() if counts else 0
+        # The reference is to the storage: views and what autograd saves keep it alive.
+        gone = weakref.ref(storage, lambda _: self._forget(address))
+        self._known[address] = [category, num_bytes, gone]
+        self._add(category, num_bytes)
         return counts
 
     def _add(self, category, num_bytes):
@@ -78,7 +91,7 @@ class LiveBytes(TorchDispatchMode):
             self.live_bytes += num_bytes
 
     def _forget(self, address):
-        category, num_bytes = self._known.pop(address)
+        category, num_bytes, _ = self._known.pop(address)
         self._add(category, -num_bytes)
 
     def _note_peak(self):
