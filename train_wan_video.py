@@ -409,7 +409,8 @@ def main(args, log):
             stock_class = WanPipeline if task == "t2v" else WanImageToVideoPipeline
             parts = {"transformer": transformer, "transformer_2": transformer}  # it is checked in its own place
             stock = stock_class(scheduler=None, vae=None, text_encoder=None, tokenizer=None, **parts)
-            check_result(args, stock, module, dataset, path, expert=expert, places=places)
+            images = {"t2v": (), "i2v": ("image",), "flf2v": ("image", "last_image")}[task]
+            check_result(args, stock, module, dataset, path, expert=expert, places=places, images=images)
         wait_for_all(accelerator)
 
     for stage, expert in enumerate(experts):

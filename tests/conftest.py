@@ -2,6 +2,7 @@ import functools
 import importlib
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -74,6 +75,25 @@ def tiny_model(tmp_path_factory):
 def tiny_qwen_image(tiny_model):
     """Folder of a complete tiny Qwen-Image pipeline."""
     return tiny_model("qwen_image")
+
+
+@pytest.fixture
+def run_model_card(tmp_path, monkeypatch):
+    """Function that runs the code of the model card in `folder`, as its reader would, and returns where it did so."""
+
+    def run(folder, base_model):
+        from PIL import Image
+
+        code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
+        assert code.count("FOLDER_OF_THE_BASE_MODEL") == 1 and code.count("num_inference_steps") == 0
+        code = code.replace("FOLDER_OF_THE_BASE_MODEL", str(base_model)).replace("FOLDER_OF_THIS_FILE", str(folder))
+        monkeypatch.chdir(tmp_path)
+        for name in ("IMAGE.png", "LAST_IMAGE.png"):
+            Image.new("RGB", (64, 64), "gray").save(name)
+        exec(code.replace("(prompt=", "(num_inference_steps=2, prompt="), {})
+        return tmp_path
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from diffusers import DiffusionPipeline, QwenImageTransformer2DModel
+from PIL import Image
 from safetensors.torch import load_file
 
 import train_qwen_image
@@ -103,6 +104,12 @@ def test_files_of_a_lora_run(lora_run, photos):
     assert dataset[0]["decision"] == "used" and dataset[0]["reason"] is None
     card = (lora_run / "README.md").read_text()
     assert "base_model" in card and "pipeline_tag: text-to-image\n" in card
+
+
+def test_the_model_card_runs(lora_run, tiny_qwen_image, run_model_card):
+    folder = run_model_card(lora_run, tiny_qwen_image)
+    assert Image.open(folder / "image.png").size == (80, 64)
+    assert f'it was called "{tiny_qwen_image.name}"' in (lora_run / "README.md").read_text()
 
 
 def test_metrics_of_a_lora_run(lora_run):

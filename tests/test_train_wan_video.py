@@ -136,6 +136,14 @@ def test_lora_file(name, lora_run, tiny_model):
     assert f"pipeline_tag: {'text' if from_text else 'image'}-to-video\n" in card
 
 
+@pytest.mark.parametrize("name", ["t2v", "flf2v"])
+def test_the_model_card_runs(name, lora_run, tiny_model, run_model_card):
+    folder = run_model_card(lora_run(name), tiny_model(VARIANTS[name][0]))
+    with av.open(str(folder / "video.mp4")) as video:
+        frames = list(video.decode(video=0))
+    assert len(frames) > 1 and frames[0].width == 64
+
+
 def test_image_keys_need_not_be_adapted(train):
     """diffusers adds adapters of zeros for them when it loads such a file into an image-to-video model."""
     flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1", "--lora_target_modules", "to_q,to_k"]

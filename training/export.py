@@ -53,7 +53,7 @@ def save_result(args, module, *, prefix, export_name, expert=None, places=None, 
     return save_lora(module.transformer, folder, dtype=dtype, prefix=prefix, export_name=export_name, info=info)
 
 
-def check_result(args, pipeline, module, dataset, path, *, expert=None, places=None):
+def check_result(args, pipeline, module, dataset, path, *, expert=None, places=None, images=()):
     """Load a LoRA back and check it, and write the model card, with the previews that are there.
 
     Args:
@@ -62,6 +62,7 @@ def check_result(args, pipeline, module, dataset, path, *, expert=None, places=N
         module (`DiffusionTrainingModule`): Of the same transformer.
         dataset (`TrainingDataset`): Its first sample is the input of the check.
         path (`pathlib.Path`), expert, places: See `save_result`.
+        images (`tuple[str, ...]`): What the pipeline calls the images that it starts from.
 
     Raises:
         FailedError: The result does not load, or changes nothing.
@@ -69,7 +70,11 @@ def check_result(args, pipeline, module, dataset, path, *, expert=None, places=N
     places = places or _ONE
     subfolder = places[expert]
     base_model = portable_name(args.pretrained_model_name_or_path)
-    names = {"pipeline": type(pipeline).__name__, "base_model": base_model}
+    is_video = "num_frames" in vars(args)
+    names = {"pipeline": type(pipeline).__name__, "base": "\n".join(_base_lines(args))}
+    helpers = ["encode_video"] * is_video + ["load_image"] * bool(images)
+    names["helpers"] = f"from diffusers.utils import {', '.join(helpers)}\n" if helpers else ""
+    names["options"] = "".join(f'{key}="{vars(args)[key]}", ' for key in ("revision", "variant") if vars(args)[key])
     if args.training_mode == "full":
         usage = FULL_USAGE.format(model=type(module.transformer).__name__, subfolder=subfolder, **names)
         print(f"saved {path}")
@@ -83,7 +88,8 @@ def check_result(args, pipeline, module, dataset, path, *, expert=None, places=N
             f"the prediction by {f'{change:.6f}'.rstrip('0').rstrip('.')} %"
         )
     source = "image" if "ImageToVideo" in names["pipeline"] else "text"
-    pipeline_tag = f"{source}-to-{'video' if 'num_frames' in vars(args) else 'image'}"
+    pipeline_tag = f"{source}-to-{'video' if is_video else 'image'}"
+    usage = "\n".join([usage, *_sampling_lines(args, images)])
     write_model_card(args, base_model=base_model, pipeline_tag=pipeline_tag, num_items=len(dataset), usage=usage)
 
 
@@ -92,15 +98,17 @@ _ONE = {None: "transformer"}
 
 LORA_USAGE = """import torch
 from diffusers import {pipeline}
-
-pipe = {pipeline}.from_pretrained("{base_model}", dtype=torch.bfloat16)
+{helpers}
+{base}
+pipe = {pipeline}.from_pretrained(base_model, {options}dtype=torch.bfloat16)
 """
 
 FULL_USAGE = """import torch
 from diffusers import {model}, {pipeline}
-
+{helpers}
+{base}
 transformer = {model}.from_pretrained("FOLDER_OF_THIS_FILE/{subfolder}", dtype=torch.bfloat16)
-pipe = {pipeline}.from_pretrained("{base_model}", {subfolder}=transformer, dtype=torch.bfloat16)"""
+pipe = {pipeline}.from_pretrained(base_model, {options}{subfolder}=transformer, dtype=torch.bfloat16)"""
 
 # What stock `load_lora_weights` has to be told for a transformer of this name.
 _LOAD_OPTIONS = {"transformer": {}, "transformer_2": {"load_into_transformer_2": True}}
@@ -109,6 +117,34 @@ _LOAD_OPTIONS = {"transformer": {}, "transformer_2": {"load_into_transformer_2":
 def load_result(pipeline, folder, subfolder):
     """Give the transformer `subfolder` of a stock pipeline the LoRA in a folder."""
     pipeline.load_lora_weights(folder, weight_name=LORA_FILE, **_LOAD_OPTIONS[subfolder])
+
+
+def _base_lines(args):
+    """Yield the Python lines that name the base model."""
+    name = json.dumps(portable_name(args.pretrained_model_name_or_path))
+    if pathlib.Path(args.pretrained_model_name_or_path).exists():
+        yield f'base_model = "FOLDER_OF_THE_BASE_MODEL"  # it was called {name}'
+    else:
+        yield f"base_model = {name}"
+    if args.training_mode == "lora" and args.transformer_path is not None:
+        yield f"# trained with another transformer in it: {json.dumps(portable_name(args.transformer_path))}"
+
+
+def _sampling_lines(args, images):
+    """Yield the Python lines that make an image or a video and save it."""
+    yield 'pipe.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")'
+    yield ""
+    prompt = (args.validation_prompt or ["what is to be seen"])[0]
+    settings = [f"prompt={json.dumps(prompt, ensure_ascii=False)}"]
+    settings += [f'{name}=load_image("{name.upper()}.png")' for name in images]
+    sizes = {name: vars(args).get(name) for name in ("height", "width", "num_frames")}
+    settings += [f"{name}={size}" for name, size in sizes.items() if size is not None]
+    if "num_frames" in vars(args):
+        yield f"frames = pipe({', '.join(settings)}).frames[0]"
+        yield f'encode_video(frames, fps={round(args.fps)}, output_path="video.mp4")'
+    else:
+        yield f"image = pipe({', '.join(settings)}).images[0]"
+        yield 'image.save("image.png")'
 
 
 def _lora_lines(output_dir, places):
