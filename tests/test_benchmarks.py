@@ -1,8 +1,12 @@
 """The benchmarks that no other test runs still run, at their smallest."""
 
+import operator
 import re
 
 import pytest
+
+import train_qwen_image
+from benchmarks import startup
 
 
 @pytest.mark.slow
@@ -17,3 +21,26 @@ def test_data_loading(script):
     done = script("benchmarks/data_loading.py", *flags, timeout=300)
     assert len(re.findall(r"^(?:Qwen|Wan).* [0-9.]+% ", done.stdout, re.MULTILINE)) == 12
     assert 'second start {"rows": 50' in done.stdout
+
+
+def test_every_phase_of_the_startup_is_a_function():
+    for name in (name for names in startup.PHASES.values() for name in names):
+        owner = train_qwen_image if hasattr(train_qwen_image, name.split(".")[0]) else train_qwen_image.pipeline
+        assert callable(operator.attrgetter(name)(owner)), name
+
+
+@pytest.mark.slow
+def test_startup(script):
+    done = script(
+        "benchmarks/startup.py", "--rounds", "1", "--other", 'test -d "$MODEL" -a -d "$DATASET"', timeout=500
+    )
+    rows = dict(re.findall(r"^([a-z][a-z, ]*?) +[0-9.]+ +([0-9.]+)$", done.stdout, re.MULTILINE))
+    assert {"ours", "the other", "imports", "forecast", "training", "in all"} <= set(rows)
+    phases = [float(rows[name]) for name in rows if name not in ("ours", "the other", "in all")]
+    assert sum(phases) == pytest.approx(float(rows["in all"]), abs=0.1)
+    assert len(done.stdout.splitlines()[-1].split()) == len("steps, seconds of the processor:".split()) + 12
+
+
+def test_startup_ends_with_a_command_that_fails(tmp_path):
+    with pytest.raises(SystemExit, match="exit code 3 of exit 3"):
+        startup.measure("exit 3", {})
