@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # What runs leave in their folders; see the README.
 OUTPUTS = re.compile(
     r"(^|/)(out|outputs|wandb|checkpoint-\d+|step-\d+)/|(^|/)((run|dry_run)\.json|(metrics|dataset)\.jsonl)$"
-    r"|\.(safetensors|pt|bin|ckpt|log|png|jpe?g|mp4)$|(^|/)events\.out"
+    r"|(^|/)(contact_sheet|memory|metrics|grid|prompt-\d+)\.png$|\.(safetensors|pt|ckpt|log|mp4)$|(^|/)events\.out"
 )
 # Folders of one machine; /home/you and the like are examples.
 MACHINE = re.compile(r"(?<![\w.])/(work|root|mnt)/\w|(?<![\w.])/home/(?!you\b|user\b|me\b)\w")
