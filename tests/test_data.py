@@ -2,6 +2,7 @@
 
 import collections
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -83,6 +84,32 @@ def metrics(folder):
 
 def weights(folder):
     return (folder / LORA_FILE).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a[b] *?{c,d}#%20 e", "hf::x y [0-9]$HOME"])
+def test_no_path_of_a_run_is_read_as_a_pattern(train, tiny_qwen_image, photos, tmp_path, name):
+    place = tmp_path / name
+    model, data = shutil.copytree(tiny_qwen_image, place / "model"), shutil.copytree(photos, place / "data")
+    where = [
+        "--pretrained_model_name_or_path",
+        model,
+        "--cache_dir",
+        place / "cache",
+        *SIZE,
+        "--report_to",
+        "tensorboard",
+    ]
+    previews = ["--validation_prompt", "x", "--validation_steps", "3", "--num_inference_steps", "2"]
+    out = train(data, *where, *previews, "--checkpointing_steps", "1", out=f"{name}/out")
+    expected = weights(out)
+    shutil.rmtree(out / "checkpoint-3")
+    train(data, *where, "--checkpointing_steps", "1", "--resume_from_checkpoint", "latest", out=f"{name}/out")
+    assert weights(out) == expected and len(metrics(out)) == 3
+    train(data, *where, "--lora_init_path", out, out=f"{name}/second")
+    # All there is stands in that folder.
+    assert os.listdir(tmp_path) == [name]
+    assert sorted(os.listdir(place)) == ["cache", "data", "model", "out", "second"]
 
 
 # ---------------------------------------------------------------- the cache

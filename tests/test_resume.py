@@ -603,11 +603,11 @@ def test_signal_to_one_of_two_processes_of_a_launcher(required, port, tmp_path):
 def find(required, tmp_path):
     """Function that looks for the checkpoint of a run in tmp_path/out."""
 
-    def run(*flags, num_processes=1, resume=LATEST, expert=None):
+    def run(*flags, num_processes=1, resume=LATEST, expert=None, kind=None):
         flags = [*required(tmp_path / "out"), *LORA, *resume, *flags]
         args = parse_args(flags, description="", values=train_qwen_image.FAMILY)
         args.expert = expert
-        kind = types.SimpleNamespace(value="NO" if num_processes == 1 else "MULTI_CPU")
+        kind = types.SimpleNamespace(value=kind or ("NO" if num_processes == 1 else "MULTI_CPU"))
         return find_checkpoint(args, types.SimpleNamespace(num_processes=num_processes, distributed_type=kind))
 
     return run
@@ -623,6 +623,15 @@ def copy(lora_run, tmp_path):
         )
 
     return run
+
+
+def test_a_path_that_deepspeed_would_take_for_a_pattern_is_refused(find, copy, tmp_path):
+    copy(4)
+    place = (tmp_path / "out").rename(tmp_path / "out [1]")
+    resume = ["--resume_from_checkpoint", str(place / "checkpoint-4")]
+    assert find(resume=resume)[1]["step"] == 4
+    with pytest.raises(RefusedError, match="DeepSpeed takes .* for a pattern; rename the folder"):
+        find(resume=resume, kind="DEEPSPEED")
 
 
 def test_latest_is_the_complete_one_of_the_highest_number(find, copy, tmp_path, caplog):

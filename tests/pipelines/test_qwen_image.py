@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -270,6 +271,14 @@ def test_incomplete_weights_are_noticed_before_they_load(tiny_qwen_image, tmp_pa
             qwen_image.check_weights(skeleton, model, transformer_path=str(tmp_path / f"{path}.safetensors"))
     with pytest.raises(OSError, match="no safetensors file"):
         qwen_image.check_weights(skeleton, model, transformer_path=str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("name", ["[a]", "a*b", "a?b"])
+def test_the_path_of_weights_is_no_pattern(tiny_qwen_image, tmp_path, name):
+    shutil.copytree(tiny_qwen_image / "transformer", tmp_path / name / "transformer")
+    skeleton = qwen_image.load_transformer_skeleton(str(tmp_path / name))
+    qwen_image.check_weights(skeleton, str(tmp_path / name))
+    qwen_image.check_weights(skeleton, str(tiny_qwen_image), transformer_path=str(tmp_path / name / "transformer"))
 
 
 def test_never_trained_modules_are_those_without_gradient():
