@@ -618,7 +618,7 @@ def compare_forecast(forecast, measured):
 
 def _difference(predicted, found):
     """Return how far a forecast is off: in percent, or from twice as much on as how many times as much."""
-    if not found:
+    if not found or not predicted:
         return ""
     ratio = predicted / found
     return f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.{1 if ratio < 10 else 0}f} times"
