@@ -174,8 +174,8 @@ def test_what_is_nowhere_else_is_missed_at_once(setting, path, check, monkeypatc
     "setting", ["output_dir", "cache_dir", "dataset_path", "dataset_metadata", "transformer_path", "lora_init_path"]
 )
 def test_a_tilde_is_no_folder(setting, check, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/somebody")
-    with pytest.raises(RefusedError, match=f"--{setting} ~/x: ~ stands for no folder here; write /home/somebody/x"):
+    monkeypatch.setenv("HOME", "/home/you")
+    with pytest.raises(RefusedError, match=f"--{setting} ~/x: ~ stands for no folder here; write /home/you/x"):
         check(**{setting: "~/x"})
 
 
