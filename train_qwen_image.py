@@ -12,7 +12,7 @@ import logging
 import sys
 
 from training.arguments import check_length, parse_args
-from training.errors import exit_codes
+from training.errors import end_with_launcher, exit_codes, interrupt_quietly
 
 
 FAMILY = {
@@ -38,7 +38,9 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 if __name__ == "__main__":
     # Before torch is imported, so that a typo is answered at once.
     with exit_codes():
+        end_with_launcher()
         args = parse_args(sys.argv[1:], description=__doc__, values=FAMILY)
+    interrupt_quietly()
     gc.disable()  # the imports to come make many objects, and no garbage worth the search
 
 import pathlib
@@ -49,7 +51,7 @@ from diffusers import QwenImagePipeline
 
 from memory.log import MemoryLog, OutOfMemory
 from pipelines import qwen_image as pipeline
-from training.checkpoints import find_checkpoint
+from training.checkpoints import describe_checkpoint, find_checkpoint
 from training.data.batches import plan_batches
 from training.data.buckets import Sizing
 from training.data.cache import Cache
@@ -63,20 +65,21 @@ from training.data.encoding import (
     weights_identity,
 )
 from training.data.images import inspect_rows, read_picture
-from training.data.metadata import read_datasets
+from training.data.metadata import describe_rows, read_datasets
 from training.data.report import draw_contact_sheet
 from training.errors import refuse_unreadable_model
 from training.export import check_result, save_result
 from training.flow_matching import sigma_law
 from training.forecast import Launch, RunForecast, plan_memory
 from training.hub import open_repository, push
-from training.launch import make_output_dir, start_accelerator, wait_for_all
+from training.launch import agreed, start_accelerator, wait_for_all
 from training.loop import train
 from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
 from training.paths import check_paths
 from training.reporting import RunRecord
+from training.run_folder import claim_output_dir
 from training.trackers import Trackers, check_trackers
 from training.validation import Validation, hold_out, preview_prompts, preview_settings, preview_size
 
@@ -125,6 +128,11 @@ class QwenImageTrainingModule(DiffusionTrainingModule):
 def main(args, log):
     check_trackers(args)
     accelerator = start_accelerator(args)
+    with claim_output_dir(args, accelerator):
+        fine_tune(args, accelerator, log)
+
+
+def fine_tune(args, accelerator, log):
     log.begin(accelerator.device)
     model = args.pretrained_model_name_or_path
     hub = {"revision": args.revision, "variant": args.variant}
@@ -140,14 +148,16 @@ def main(args, log):
         scheduler = pipeline.load_scheduler(model, **hub)
         tokenizer = pipeline.load_tokenizer(model, **hub)
     optimizer_class, optimizer_arguments = find_optimizer(args, accelerator.device)
-    checkpoint, resumed = find_checkpoint(args, accelerator)
+    checkpoint, resumed = agreed(
+        accelerator, partial(find_checkpoint, args, accelerator), describe_checkpoint, patience_seconds=10
+    )
     never_trained = pipeline.never_trained_modules(skeleton)
     if args.training_mode == "lora":
         targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
         initial = read_initial_lora(args, QwenImagePipeline.lora_state_dict, skeleton, targets)
     cache = Cache(args.cache_dir, accelerator.process_index)
     inspected = inspect_rows(
-        read_datasets(args),
+        agreed(accelerator, partial(read_datasets, args), describe_rows),
         Sizing.from_args(args, pipeline.SIZE_DIVISOR),
         on_bad_sample=args.on_bad_sample,
         cache=cache,
@@ -209,7 +219,6 @@ def main(args, log):
     if not args.dry_run:
         with refuse_unreadable_model(args):
             pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path)
-    make_output_dir(output_dir)
     run = RunRecord(
         accelerator,
         args,

@@ -12,7 +12,7 @@ import logging
 import sys
 
 from training.arguments import check_length, parse_args, resolve_for_model
-from training.errors import exit_codes
+from training.errors import end_with_launcher, exit_codes, interrupt_quietly
 
 
 # What the help text says; the values themselves depend on the model and stand in its `WanVariant`.
@@ -42,7 +42,9 @@ logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
 if __name__ == "__main__":
     # Before torch is imported, so that a typo is answered at once.
     with exit_codes():
+        end_with_launcher()
         args = parse_args(sys.argv[1:], description=__doc__, values=FAMILY, resolve=False)
+    interrupt_quietly()
     gc.disable()  # the imports to come make many objects, and no garbage worth the search
 
 import dataclasses
@@ -56,7 +58,7 @@ from diffusers.training_utils import free_memory
 
 from memory.log import MemoryLog, OutOfMemory
 from pipelines import wan_video as pipeline
-from training.checkpoints import find_checkpoint
+from training.checkpoints import describe_checkpoint, find_checkpoint
 from training.data.batches import plan_batches
 from training.data.buckets import Sizing
 from training.data.cache import Cache
@@ -69,7 +71,7 @@ from training.data.encoding import (
     read_unchanged,
     weights_identity,
 )
-from training.data.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_datasets
+from training.data.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, describe_rows, read_datasets
 from training.data.report import draw_contact_sheet
 from training.data.videos import inspect_clips, read_clip
 from training.errors import RefusedError, refuse_unreadable_model
@@ -77,13 +79,14 @@ from training.export import LORA_FILE, check_result, load_result, save_result
 from training.flow_matching import sigma_law
 from training.forecast import Launch, RunForecast, plan_memory
 from training.hub import open_repository, push
-from training.launch import make_output_dir, start_accelerator, wait_for_all
+from training.launch import agreed, start_accelerator, wait_for_all
 from training.loop import train
 from training.lora_init import read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
 from training.paths import check_paths
 from training.reporting import RunRecord
+from training.run_folder import claim_output_dir
 from training.trackers import Trackers, check_trackers
 from training.validation import (
     Validation,
@@ -155,6 +158,11 @@ def other_expert(variant, expert):
 def main(args, log):
     check_trackers(args)
     accelerator = start_accelerator(args)
+    with claim_output_dir(args, accelerator):
+        fine_tune(args, accelerator, log)
+
+
+def fine_tune(args, accelerator, log):
     log.begin(accelerator.device)
     model = args.pretrained_model_name_or_path
     hub = {"revision": args.revision, "variant": args.variant}
@@ -185,7 +193,9 @@ def main(args, log):
     experts = variant.experts if args.expert == "both" else (args.expert,)
     places = {expert: pipeline.transformer_subfolder(expert) for expert in experts}
     optimizer_class, optimizer_arguments = find_optimizer(args, accelerator.device)
-    checkpoint, resumed = find_checkpoint(args, accelerator)
+    checkpoint, resumed = agreed(
+        accelerator, partial(find_checkpoint, args, accelerator), describe_checkpoint, patience_seconds=10
+    )
     never_trained = pipeline.never_trained_modules(skeleton)
     if args.training_mode == "lora":
         targets = find_lora_targets(skeleton, args.lora_target_modules, never_trained=never_trained)
@@ -195,7 +205,11 @@ def main(args, log):
         initial = {expert: read(expert=expert) for expert in experts}
     cache = Cache(args.cache_dir, accelerator.process_index)
     inspected = inspect_clips(
-        read_datasets(args, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), frame_folders=True),
+        agreed(
+            accelerator,
+            partial(read_datasets, args, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), frame_folders=True),
+            describe_rows,
+        ),
         Sizing.from_args(args, variant.divisor),
         fps=args.fps,
         clip_part=args.clip_part,
@@ -286,7 +300,6 @@ def main(args, log):
             for expert in (other_expert(variant, expert) for expert in experts if args.validation_prompt):
                 if expert is not None:
                     pipeline.check_weights(skeleton, model, subfolder=pipeline.transformer_subfolder(expert))
-    make_output_dir(output_dir)
     run = RunRecord(
         accelerator,
         args,

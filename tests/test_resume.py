@@ -399,11 +399,21 @@ def test_files_are_on_disk_before_the_name_and_the_old_ones_go_last(train, tmp_p
 
 @pytest.fixture
 def disk(tmp_path):
-    """Function from options of mount to a disk of its own in memory; again, to change them."""
+    """Function from options of mount to a disk of its own in memory; again, to change them; ro: that is read-only."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
+    def read_only():
+        # Of the disk itself the kernel would not take it while a run has a file open, as it has its lock.
+        subprocess.run(["mount", "--bind", folder, folder], check=True)
+        done = subprocess.run(["mount", "-o", "remount,bind,ro", folder], capture_output=True)
+        if done.returncode:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+        return done.returncode == 0
+
     def mount(options):
+        if options == "ro":
+            return read_only()
         if os.path.ismount(folder):
             options = f"remount,{options}"
         command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
@@ -411,8 +421,6 @@ def disk(tmp_path):
             done = subprocess.run(command, capture_output=True, text=True)
         except FileNotFoundError:
             pytest.skip("there is no mount")
-        if done.returncode and "remount" in options:
-            return False
         if done.returncode:
             pytest.skip(
                 f"{done.stderr.strip()}; it may be permitted under: unshare --user --map-root-user --mount pytest"
@@ -420,7 +428,7 @@ def disk(tmp_path):
         return folder
 
     yield mount
-    if os.path.ismount(folder):
+    while os.path.ismount(folder):
         subprocess.run(["umount", folder], check=True)
 
 
@@ -477,7 +485,7 @@ def test_disk_that_becomes_read_only(start, lora_run, disk):
     folder = disk("size=16m") / "out"
     process = start(folder, *LORA, "--max_train_steps", "400", *SAVES)
     process.until(lambda: (folder / "checkpoint-2").exists())
-    process.until(lambda: disk("ro"))  # refused while a file is open
+    process.until(lambda: disk("ro"))  # refused while a file is opened in between
     assert process.wait() == 1, process.said
     assert "ead-only file system" in process.error
     assert_complete_or_absent(folder)
@@ -596,6 +604,72 @@ def test_signal_to_one_of_two_processes_of_a_launcher(required, port, tmp_path):
     assert f"stopped by SIGTERM after step {step}; checkpoint-{step} is complete" in said
 
 
+def steps_made(folder):
+    return len(metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def wait_until(condition, timeout=120):
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def runs(folder):
+    """Whether a training process is at work on a folder."""
+    import psutil
+
+    commands = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
+    return any(str(folder) in command and "launch" not in " ".join(command[:4]) for command in commands)
+
+
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "launcher",
+    [[*ACCELERATE, "--config_file", "accelerate_configs/cpu.yaml"], [*TORCHRUN]],
+    ids=["accelerate", "torchrun"],
+)
+def test_a_run_stops_with_its_launcher(launcher, number, required, port, tmp_path):
+    """Of one process or of two: the step at work is finished and saved, and nothing is left behind."""
+    folder = tmp_path / "out"
+    flags = [*required(folder), *LORA, "--max_train_steps", "4000", "--train_batch_size", "1"]
+    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    more = ["--master_port", str(port)] if "torch.distributed.run" in launcher else []
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*launcher, *more, "train_qwen_image.py", *flags],
+            cwd=REPO,
+            env={**os.environ, **settings},
+            stdout=log,
+            stderr=log,
+        )
+    wait_until(lambda: steps_made(folder) >= 3)
+    process.send_signal(number)
+    process.wait()
+    wait_until(lambda: not runs(folder), timeout=30)
+    said = (tmp_path / "log").read_text()
+    (step,) = list_checkpoints(folder)
+    assert step == len(metrics(folder)) < 4000
+    assert re.search(f"stopped by SIG(TERM|INT) after step {step}; checkpoint-{step} is complete", said), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["nohup ", "setsid ", ""])
+def test_a_run_outlives_its_shell(prefix, required, tmp_path):
+    folder = tmp_path / "out"
+    command = [sys.executable, "train_qwen_image.py", *required(folder), *LORA]
+    settings = {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    line = f"{prefix}{' '.join(command)} > {tmp_path / 'log'} 2>&1 & sleep 2"
+    subprocess.run(["bash", "-c", line], cwd=REPO, env={**os.environ, **settings}, check=True)
+    wait_until(lambda: not runs(folder))
+    assert (folder / LORA_FILE).exists(), (tmp_path / "log").read_text()
+
+
 # ---------------------------------------------------------------- which checkpoint
 
 
@@ -656,6 +730,14 @@ def test_latest_is_the_complete_one_of_the_highest_number(find, copy, tmp_path, 
     assert said["checkpoint-14"].startswith("its optimizer.bin has 1000 bytes and had ")
     assert said["checkpoint-15"].startswith("its training_state.json is damaged")
     assert said["checkpoint-16"] == "it lacks random_states_0.pkl"
+
+
+def test_a_checkpoint_without_the_state_of_a_process_is_not_complete(find, copy):
+    """As runs on machines with folders of their own have left them: each file that is named is there."""
+    path = copy(4) / "training_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_processes": 2}))
+    with pytest.raises(RefusedError, match="is not a complete checkpoint: it lacks random_states_1.pkl, the state of"):
+        find(resume=["--resume_from_checkpoint", str(path.parent)], num_processes=2)
 
 
 def test_latest_starts_at_the_first_step_where_there_is_none(find, copy, tmp_path, caplog):

@@ -51,10 +51,13 @@ def _read_state(path):
     try:
         state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
         sizes = dict(state["files"])
+        missing = {f"random_states_{index}.pkl" for index in range(state["num_processes"])} - sizes.keys()
     except FileNotFoundError:
         raise ValueError(f"it has no {_STATE_FILE}") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"its {_STATE_FILE} is damaged ({error!r})") from None
+    if missing:
+        raise ValueError(f"it lacks {min(missing)}, the state of a process that wrote to another folder")
     for name, size in sizes.items():
         file = path / name
         if not file.is_file():
@@ -159,6 +162,11 @@ def find_checkpoint(args, accelerator):
             )
     _check_processes(args, state["num_processes"], accelerator)
     return path, state
+
+
+def describe_checkpoint(found):
+    """Return that in which all processes have to find the same, of what `find_checkpoint` returns."""
+    return {"the checkpoint of --resume_from_checkpoint": found}
 
 
 def _refuse_to_repeat(args):

@@ -2,10 +2,14 @@
 
 import datetime
 import functools
+import hashlib
+import json
 import logging
 import os
+import platform
 import random
 import signal
+import time
 
 import numpy as np
 import torch
@@ -13,7 +17,28 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DistributedType
 
 from memory.checkpointing import configure_deepspeed_checkpointing
-from training.errors import RefusedError
+from training.errors import FailedError, RefusedError
+
+
+# What an Accelerate config can ask for that is not done here, and the value that says no. Whatever it asks for by a
+# variable ACCELERATE_USE_... is known by that name.
+_UNSUPPORTED = {
+    "ACCELERATE_DYNAMO_BACKEND": "no",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "ACCELERATE_DOWNCAST_BF16": "no",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "none",
+}
+
+# What may stand in a DeepSpeed config: what the flags or the code count on, and what only measures.
+_DEEPSPEED_KEYS = {
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("zero_optimization", "activation_checkpointing", "bf16", "fp16", "communication_data_type"),
+    *("prescale_gradients", "gradient_predivide_factor", "zero_allow_untested_optimizer"),
+    *("zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state"),
+    *("flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet"),
+}
 
 
 def start_accelerator(args):
@@ -22,6 +47,7 @@ def start_accelerator(args):
     Raises:
         RefusedError: The Accelerate or DeepSpeed config contradicts a flag, or asks for what is not offered.
     """
+    _check_environment()
     # Accelerate reads these from its config file through the environment, where they would win over the arguments.
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", args.mixed_precision):
@@ -34,11 +60,6 @@ def start_accelerator(args):
         raise RefusedError(
             f"gradient_accumulation_steps is {accumulation} in the Accelerate config and "
             f"--gradient_accumulation_steps is {args.gradient_accumulation_steps}; remove it from the config."
-        )
-    if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false") == "true":
-        raise RefusedError(
-            "fsdp_activation_checkpointing is on in the Accelerate config; set it to false and use "
-            "--use_gradient_checkpointing, since two mechanisms at once would recompute twice."
         )
     # Our own notices go to stderr, once: a library's INFO lines do not.
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -94,6 +115,12 @@ def _complete_deepspeed_config(args, accelerator):
             f"DeepSpeed ZeRO stage {stage} with --training_mode {args.training_mode} is not supported; allowed is "
             "stage 1 or 2 with lora. Use MULTI_GPU otherwise."
         )
+    if unknown := sorted(config.keys() - _DEEPSPEED_KEYS):
+        raise RefusedError(f"{unknown[0]} in the DeepSpeed config is not supported; remove it.")
+    for part in ("offload_optimizer", "offload_param"):
+        device = config["zero_optimization"].get(part, {}).get("device", "none")
+        if device != "none":
+            raise RefusedError(f"{part} is {device} in the DeepSpeed config, which is not supported; remove it.")
     for key in ("bf16", "fp16"):
         if config.get(key, {}).get("enabled") is True:
             raise RefusedError(
@@ -131,6 +158,25 @@ def _complete_deepspeed_config(args, accelerator):
         raise RefusedError(str(error)) from None
 
 
+def _check_environment():
+    """Raise if the Accelerate config asks, through the environment, for what is not done here."""
+    for name, value in os.environ.items():
+        is_asked_for = name.startswith("ACCELERATE_USE_") and value.lower() in ("1", "true", "yes", "on", "y", "t")
+        if is_asked_for and name not in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"):
+            raise RefusedError(
+                f"{name.removeprefix('ACCELERATE_USE_')} in the Accelerate config ({name}) is not supported; allowed "
+                "as distributed_type are NO, MULTI_GPU, MULTI_CPU and DEEPSPEED."
+            )
+    for name, off in _UNSUPPORTED.items():
+        value = os.environ.get(name, off)
+        if value.lower() not in (off, "", "no", "none", "false", "0"):
+            key = name.removeprefix("ACCELERATE_").removeprefix("DEEPSPEED_").lower()
+            raise RefusedError(
+                f"{key} is {value} in the Accelerate config ({name}), which is not supported; remove it, or set it to "
+                f"'{off}'."
+            )
+
+
 @functools.cache
 def _patient_group():
     # Preparing data may take hours on one process, and others wait: longer than the group that trains allows, which
@@ -143,8 +189,58 @@ def gather_from_all(accelerator, value):
     if accelerator.num_processes == 1:
         return [value]
     values = [None] * accelerator.num_processes
-    torch.distributed.all_gather_object(values, value, group=_patient_group())
+    try:
+        torch.distributed.all_gather_object(values, value, group=_patient_group())
+    except RuntimeError as error:
+        raise FailedError(f"another process of this run has ended, see what it said ({error})") from error
     return values
+
+
+def agreed(accelerator, look, describe=lambda value: {}, patience_seconds=0):
+    """Return what `look` returns. Every process must call it.
+
+    Args:
+        accelerator (`Accelerator`)
+        look (`Callable[[], object]`): May refuse.
+        describe (`Callable[[object], dict]`):
+            From what `look` returns to that in which all processes have to be alike: by name, what JSON takes.
+        patience_seconds (`float`): So long the others look again for what the main process sees.
+
+    Raises:
+        RefusedError: On all processes: one of them refuses, or is not like the main one.
+    """
+    if accelerator.num_processes == 1:
+        return look()
+    end, digests = time.monotonic() + patience_seconds, None
+    while True:
+        if digests is None or accelerator.process_index > 0:
+            value, problem, digests = None, None, {}
+            try:
+                value = look()
+                for name, part in describe(value).items():
+                    text = json.dumps(part, sort_keys=True, default=lambda path: path.name)
+                    digests[name] = hashlib.sha256(text.encode()).hexdigest()
+            except RefusedError as error:
+                problem = str(error)
+        seen = gather_from_all(accelerator, (platform.node(), problem, digests, time.monotonic() > end))
+        host, first_problem, first_digests, is_over = seen[0]
+        if all(own[1:3] == seen[0][1:3] for own in seen) and first_problem is None:
+            return value
+        if is_over or first_problem is not None:
+            break
+        time.sleep(0.5)
+    if first_problem is not None:
+        raise RefusedError(first_problem)
+    for index, (other_host, problem, digests, _) in enumerate(seen):
+        where = f"process {index} on {other_host}"
+        if problem is not None:
+            raise RefusedError(f"{where}: {problem}")
+        for name in {**first_digests, **digests}:
+            if first_digests.get(name) != digests.get(name):
+                raise RefusedError(
+                    f"{name} is not the same for {where} as for process 0 on {host}; all processes of a run need the "
+                    "same."
+                )
 
 
 def wait_for_all(accelerator):
@@ -175,7 +271,8 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _take_note(self, number, frame):
-        self.signal = number
+        # The first one: where a terminal sends SIGINT, a SIGTERM follows when the launcher is gone.
+        self.signal = self.signal or number
         if number == signal.SIGINT and self.accelerator.num_processes == 1:
             # With several processes the launcher passes on what the terminal has sent to each of them already.
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
@@ -191,21 +288,6 @@ class StopRequest:
             torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=_patient_group())
             number = int(highest)
         return signal.Signals(number).name if number else None
-
-
-def make_output_dir(output_dir):
-    """Make the folder and check that it can be written.
-
-    Raises:
-        RefusedError: It cannot.
-    """
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        probe = output_dir / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise RefusedError(f"--output_dir {output_dir} cannot be written: {error.strerror}.") from None
 
 
 def seed_module_randomness(seed, process_index):

@@ -184,6 +184,11 @@ def _say_repeats_in_names(rows, dataset):
         )
 
 
+def describe_rows(rows):
+    """Returns that in which all processes have to find the same rows, of what `read_datasets` returns."""
+    return {"what is at --dataset_path": [[row.id, row.caption, row.problem, row.repeat] for row in rows]}
+
+
 def read_rows(
     dataset_path,
     *,

@@ -1,0 +1,230 @@
+"""What an Accelerate config asks for is done or refused; a run ends with its launcher; Ctrl-C while it imports."""
+
+import argparse
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import accelerate
+import pytest
+
+import training.errors
+from training.errors import RefusedError, exit_codes, interrupt_quietly
+from training.launch import _complete_deepspeed_config, start_accelerator
+
+
+REPO = pathlib.Path(__file__).parents[2]
+
+# What accelerate.utils.launch sets for each of them.
+REFUSED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_USE_MEGATRON_LM": "true",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "ACCELERATE_USE_SAGEMAKER": "true",
+    "ACCELERATE_USE_IPEX": "True",
+    "ACCELERATE_USE_XPU": "1",
+    "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+    "ACCELERATE_DOWNCAST_BF16": "1",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme",
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "MoeBlock",
+    "ACCELERATE_MIXED_PRECISION": "fp8",
+    "FSDP_ACTIVATION_CHECKPOINTING": "true",
+}
+# Done by Accelerate, whatever the script.
+DONE = {"ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE", "ACCELERATE_CPU_AFFINITY"}
+# Looked at with the DeepSpeed config, or of stage 3, which is refused; and what only says how something refused works.
+DONE |= {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_GRADIENT_CLIPPING", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"}
+DONE |= {"ACCELERATE_CONFIG_DS_FIELDS"}
+DONE |= {
+    f"ACCELERATE_DEEPSPEED_{name}" for name in ("ZERO_STAGE", "ZERO3_INIT", "ZERO3_SAVE_16BIT_MODEL", "CONFIG_FILE")
+}
+DONE |= {f"ACCELERATE_DYNAMO_{name}" for name in ("MODE", "USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION")}
+DONE |= {"ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"}
+
+
+def flags(**more):
+    values = {"mixed_precision": "bf16", "gradient_accumulation_steps": 1, "deterministic": False}
+    return argparse.Namespace(**values, report_to=[], output_dir="out", **more)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_done_is_refused_by_name(name, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # beside which Accelerate forgets most of it
+    monkeypatch.setenv(name, REFUSED[name])
+    key = re.sub("^(USE|DEEPSPEED)_", "", name.removeprefix("ACCELERATE_"))
+    with pytest.raises(RefusedError, match=f"(?i){key}.* in the Accelerate config"):
+        start_accelerator(flags())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_off_is_not_asked_for(name, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv(name, "none" if "DEEPSPEED" in name else "false" if "_USE_" in name else "no")
+    start_accelerator(flags())
+
+
+def test_every_variable_of_the_launcher_is_known_here():
+    """With a version of Accelerate that has a new one this fails: it is to be done, or refused."""
+    text = (pathlib.Path(accelerate.__file__).parent / "utils" / "launch.py").read_text()
+    names = set(re.findall(r'current_env\["(ACCELERATE_\w+)"\]|"(ACCELERATE_USE_\w+)"', text))
+    assert {name for pair in names for name in pair if name} - REFUSED.keys() - DONE == set()
+
+
+@pytest.mark.parametrize(
+    "section, said",
+    [
+        ({"optimizer": {"type": "AdamW"}}, "optimizer in the DeepSpeed config is not supported"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler in the DeepSpeed config is not supported"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel in the DeepSpeed config is not supported"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            "offload_optimizer is cpu in the DeepSpeed config",
+        ),
+    ],
+)
+def test_what_a_deepspeed_config_asks_for_beside(section, said):
+    plugin = argparse.Namespace(deepspeed_config={"zero_optimization": {"stage": 2}} | section)
+    with pytest.raises(RefusedError, match=said):
+        _complete_deepspeed_config(flags(training_mode="lora"), argparse.Namespace(deepspeed_plugin=plugin))
+
+
+# ---------------------------------------------------------------- launchers
+
+
+@pytest.mark.parametrize(
+    "command, is_launcher",
+    [
+        ("python /venv/bin/accelerate launch --config_file c.yaml train.py", True),
+        ("python3.11 -u -X dev /venv/bin/torchrun --nproc_per_node 2 train.py", True),
+        ("python -m accelerate.commands.launch train.py", True),
+        ("python -m torch.distributed.run train.py", True),
+        ("python /site-packages/torch/distributed/run.py train.py", True),
+        ("bash recipe.sh", False),
+        ("-bash", False),
+        ("python sweep.py --with accelerate", False),
+        ("python -m pytest torchrun", False),
+        ("", False),
+    ],
+)
+def test_which_parents_are_launchers(command, is_launcher, monkeypatch):
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda *_, **__: "\0".join([*command.split(), ""]))
+    assert training.errors._is_launcher(1) == is_launcher
+
+
+CHILD = """
+import sys
+sys.path.insert(0, {repo!r})
+from training.errors import end_with_launcher
+import os, signal, time
+def take_note(*_):
+    open({file!r}, "w").write("SIGTERM")
+    os._exit(3)
+signal.signal(signal.SIGTERM, take_note)
+{before}
+end_with_launcher()
+open({file!r}, "w").write(str(os.getpid()))
+time.sleep(1.5)
+open({file!r}, "w").write("outlived")
+"""
+
+
+@pytest.fixture
+def child(tmp_path):
+    """Function that starts a parent with a child, as Accelerate starts its one process; returns the parent."""
+
+    def run(name="accelerate", before="", more=""):
+        script, parent = tmp_path / "child.py", tmp_path / name
+        script.write_text(CHILD.format(repo=str(REPO), file=str(tmp_path / "said"), before=before))
+        begin = f"import subprocess, sys\np = subprocess.Popen([sys.executable, {str(script)!r}])"
+        parent.write_text(f"{begin}\n{more}\np.wait()")
+        return subprocess.Popen([sys.executable, parent, "launch"])
+
+    return run
+
+
+def said(tmp_path, condition, name="said", timeout=30):
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if (tmp_path / name).exists() and condition(text := (tmp_path / name).read_text()):
+            return text
+        time.sleep(0.01)
+    raise AssertionError("nothing was said")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_a_launcher_is_a_sigterm(number, child, tmp_path):
+    parent = child()
+    said(tmp_path, str.isdigit)
+    parent.send_signal(number)
+    parent.wait()
+    assert said(tmp_path, str.isalpha) == "SIGTERM"
+
+
+def test_the_end_of_another_parent_is_not(child, tmp_path):
+    parent = child(name="sweep.py")
+    said(tmp_path, str.isdigit)
+    parent.kill()
+    parent.wait()
+    assert said(tmp_path, str.isalpha) == "outlived"
+
+
+def test_a_launcher_that_is_gone_already(child, tmp_path, monkeypatch):
+    """Between the question who the parent is and the request to be told, and before."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    waits = "import training.errors\nis_launcher = training.errors._is_launcher\ntraining.errors._is_launcher = "
+    waits += "lambda pid: [is_launcher(pid), time.sleep(0.5)][0]"
+    orphan = "import os, sys, time; os.fork() and sys.exit(); time.sleep(0.2)\n"
+    orphan += "open(sys.argv[1], 'w').write(str(os.getppid()))"
+    subprocess.run([sys.executable, "-c", orphan, tmp_path / "parent"], check=True)
+    # Elsewhere another process may take the place of a parent, which may be any.
+    is_known = said(tmp_path, str.isdigit, name="parent") == "1"
+    for before in (waits, *["time.sleep(0.5)"] * is_known):
+        child(before=before, more="import os, time; time.sleep(0.25); os._exit(0)").wait()
+        assert said(tmp_path, str.isalpha) == "SIGTERM"
+        (tmp_path / "said").unlink()
+
+
+# ---------------------------------------------------------------- Ctrl-C
+
+
+@pytest.mark.parametrize("script", ["train_qwen_image.py", "train_wan_video.py"])
+def test_interrupted_while_importing(script, tmp_path):
+    """By a library that would swallow the exception, too."""
+    (tmp_path / "torch.py").write_text(
+        f"import time\nopen({str(tmp_path / 'said')!r}, 'w').write('1')\n"
+        "try:\n    time.sleep(60)\nexcept BaseException:\n    raise ImportError('torch is broken')\n"
+    )
+    command = [sys.executable, script, "--pretrained_model_name_or_path", "m", "--dataset_path", "d"]
+    process = subprocess.Popen(
+        [*command, "--output_dir", tmp_path / "out"],
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said(tmp_path, str.isdigit)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=10)[1] == "error: interrupted; what was complete before still is\n"
+    assert process.returncode == 1
+
+
+def test_ctrl_c_after_the_imports_ends_what_is_at_work(monkeypatch, capsys):
+    """And where it is ignored, as behind & in a script, it stays ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupt_quietly()
+        with pytest.raises(SystemExit) as stopped, exit_codes():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        assert stopped.value.code == 1 and capsys.readouterr().err.startswith("error: interrupted")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        interrupt_quietly()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

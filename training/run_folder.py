@@ -1,0 +1,178 @@
+"""The folder of a run: one run at a time has it, and all of its processes see the same one."""
+
+import contextlib
+import datetime
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import platform
+import time
+import uuid
+
+from training.errors import RefusedError
+from training.launch import agreed, gather_from_all
+
+
+logger = logging.getLogger(__name__)
+
+# That it is there says nothing, a kill leaves it behind: the lock on it counts.
+LOCK_FILE = "run.lock"
+
+# A process that was killed may have much memory to give back before it lets go of its lock.
+_PATIENCE_SECONDS = 5
+
+# What every process reads for itself. Dataset and checkpoint are compared when they are read.
+_INPUTS = ("pretrained_model_name_or_path", "transformer_path", "lora_init_path", "validation_image")
+# Machines may have the same thing at different places.
+_PLACES = {*_INPUTS, "output_dir", "cache_dir", "dataset_path", "dataset_metadata", "datasets", "config"}
+_PLACES |= {"resume_from_checkpoint"}
+
+
+@contextlib.contextmanager
+def claim_output_dir(args, accelerator):
+    """Context in which the output folder is there, and is this run's alone. Every process must enter it.
+
+    Of several processes it also makes sure that they were started alike and see the same folders and inputs.
+
+    Args:
+        args (`argparse.Namespace`), accelerator (`Accelerator`)
+
+    Raises:
+        RefusedError: Another run has the folder, it cannot be written, or the processes differ; on all of them.
+    """
+    output_dir = pathlib.Path(args.output_dir)
+    with contextlib.ExitStack() as stack:
+
+        def claim():
+            if accelerator.is_main_process:
+                stack.enter_context(_locked(output_dir))
+
+        agreed(accelerator, claim)
+        if accelerator.num_processes > 1:
+            alike = {f"--{name}": value for name, value in vars(args).items() if name not in _PLACES}
+            alike |= {f"what is at --{name}": _sizes_at(getattr(args, name, None)) for name in _INPUTS}
+            agreed(accelerator, lambda: alike, dict)
+            _check_shared("output_dir", output_dir, accelerator)
+            _check_shared("cache_dir", pathlib.Path(args.cache_dir), accelerator)
+        yield
+
+
+@contextlib.contextmanager
+def _locked(output_dir):
+    """Context in which this process has the lock of a folder that it makes if need be; empty, it goes again."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(_made(output_dir))
+            file = stack.enter_context(_take_lock(output_dir))
+            holder = {"host": platform.node(), "process": os.getpid()}
+            holder["started"] = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+            file.truncate(0)
+            file.write(json.dumps(holder) + "\n")
+            file.flush()
+        except OSError as error:
+            raise RefusedError(f"--output_dir {output_dir} cannot be written: {error.strerror}.") from None
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(output_dir / LOCK_FILE)
+
+
+def _take_lock(output_dir):
+    """Return the lock file of a folder, open, and locked if its file system can do that."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        file = open(output_dir / LOCK_FILE, "a+", encoding="utf-8")
+        try:
+            # This kind of lock belongs to the process alone, not to workers that it forks and that may outlive it. It
+            # is also gone when the process closes the file, however often it has it open: nothing here reads it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                # Or the run before has deleted it in between, and another one may have the lock of a new file.
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
+                    return file
+            file.close()
+        except (BlockingIOError, PermissionError):
+            with file:
+                file.seek(0)
+                holder = file.read()
+            if time.monotonic() > end:
+                raise RefusedError(_in_use(output_dir, holder)) from None
+            time.sleep(0.1)
+        except OSError as error:
+            logger.warning(
+                "--output_dir %s is on a file system without locks (%s): nothing keeps another run out of it",
+                *(output_dir, error.strerror),
+            )
+            return file
+
+
+def _in_use(output_dir, holder):
+    try:
+        who = "process {process} on {host}, started {started}".format(**json.loads(holder))
+    except (ValueError, KeyError):
+        who = "a process that has just started"
+    return (
+        f"--output_dir {output_dir} is in use by another run: {who}. Wait for its end or stop it, or give another "
+        "folder, also for a --dry_run."
+    )
+
+
+@contextlib.contextmanager
+def _made(folder):
+    """Context in which a folder is there; what of it was made goes again if nothing is in it at the end."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            for path in missing:
+                path.rmdir()
+
+
+def _check_shared(flag, folder, accelerator):
+    """Raise on all processes if one does not see what the main one writes into a folder, or cannot write there."""
+    token = gather_from_all(accelerator, uuid.uuid4().hex)[0]
+    probe = folder / f".{token}"
+    with contextlib.ExitStack() as stack:
+        if accelerator.is_main_process:
+            with contextlib.suppress(OSError):  # a cache that is complete need not be writable
+                stack.enter_context(_made(folder))
+                probe.touch()
+                stack.callback(probe.unlink, missing_ok=True)
+        is_written = gather_from_all(accelerator, accelerator.is_main_process and probe.exists())[0]
+
+        def look():
+            if is_written and not accelerator.is_main_process:
+                try:
+                    # Listing it makes a network file system ask for what is there now.
+                    if probe.name not in os.listdir(folder):
+                        return False
+                    own = folder / f".{token}-{accelerator.process_index}"
+                    own.touch()
+                    own.unlink()
+                except FileNotFoundError:
+                    return False
+                except OSError as error:
+                    raise RefusedError(f"--{flag} {folder} cannot be written: {error.strerror}.") from None
+            return True
+
+        agreed(accelerator, look, lambda is_seen: {f"the folder of --{flag}": is_seen}, patience_seconds=10)
+
+
+def _sizes_at(paths):
+    """Return what is at some paths in a form that can be compared: the sizes of files, not all of their bytes."""
+    if isinstance(paths, list):
+        return [_sizes_at(path) for path in paths]
+    if paths is None or not os.path.exists(paths):
+        return None
+    path = pathlib.Path(paths)
+    if path.is_dir():
+        files = sorted(file for suffix in ("json", "safetensors") for file in path.rglob(f"*.{suffix}"))
+        return [[file.relative_to(path).as_posix(), file.stat().st_size] for file in files]
+    with path.open("rb") as file:
+        return [path.stat().st_size, hashlib.sha256(file.read(2**20)).hexdigest()]
