@@ -51,7 +51,7 @@ from diffusers import QwenImagePipeline
 
 from memory.log import MemoryLog, OutOfMemory
 from pipelines import qwen_image as pipeline
-from training.checkpoints import describe_checkpoint, find_checkpoint
+from training.checkpoints import check_same_weights, describe_checkpoint, find_checkpoint
 from training.data.batches import plan_batches
 from training.data.buckets import Sizing
 from training.data.cache import Cache
@@ -74,7 +74,7 @@ from training.forecast import Launch, RunForecast, plan_memory
 from training.hub import open_repository, push
 from training.launch import agreed, start_accelerator, wait_for_all
 from training.loop import train
-from training.lora_init import read_initial_lora, start_from
+from training.lora_init import check_base_of_lora, read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
 from training.paths import check_paths
@@ -142,11 +142,14 @@ def fine_tune(args, accelerator, log):
     # ---- all that can be refused, before a model is loaded
     check_paths(args)
     with refuse_unreadable_model(args):
+        pipeline.check_pipeline(model, **hub)
         skeleton = pipeline.load_transformer_skeleton(
             model, dtype=dtype, transformer_path=args.transformer_path, **hub
         )
         scheduler = pipeline.load_scheduler(model, **hub)
         tokenizer = pipeline.load_tokenizer(model, **hub)
+        parts = ("transformer", "text_encoder", "vae")
+        weights = pipeline.check_weights(model, parts, transformer_path=args.transformer_path, **hub)
     optimizer_class, optimizer_arguments = find_optimizer(args, accelerator.device)
     checkpoint, resumed = agreed(
         accelerator, partial(find_checkpoint, args, accelerator), describe_checkpoint, patience_seconds=10
@@ -218,7 +221,10 @@ def fine_tune(args, accelerator, log):
     plan = plan_memory(args, forecast)
     if not args.dry_run:
         with refuse_unreadable_model(args):
-            pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path)
+            weights = pipeline.fetch_weights(model, parts, weights, transformer_path=args.transformer_path, **hub)
+    if args.training_mode == "lora":
+        check_base_of_lora(args, weights.get("transformer"))
+    check_same_weights(args, resumed, batches, weights)
     run = RunRecord(
         accelerator,
         args,
@@ -303,7 +309,13 @@ def fine_tune(args, accelerator, log):
     )
     log.point("saving")
     if accelerator.is_main_process:
-        path = save_result(args, module, prefix="transformer", export_name="transformer.{}".format)
+        path = save_result(
+            args,
+            module,
+            prefix="transformer",
+            export_name="transformer.{}".format,
+            further_info={"base_weights": weights["transformer"]},
+        )
     if validation.is_wanted:
         log.point("previews")
         validation.run(last_step, trackers)

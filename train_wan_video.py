@@ -58,7 +58,8 @@ from diffusers.training_utils import free_memory
 
 from memory.log import MemoryLog, OutOfMemory
 from pipelines import wan_video as pipeline
-from training.checkpoints import describe_checkpoint, find_checkpoint
+from pipelines.weights import digest_tensors
+from training.checkpoints import check_same_weights, describe_checkpoint, find_checkpoint
 from training.data.batches import plan_batches
 from training.data.buckets import Sizing
 from training.data.cache import Cache
@@ -81,7 +82,7 @@ from training.forecast import Launch, RunForecast, plan_memory
 from training.hub import open_repository, push
 from training.launch import agreed, start_accelerator, wait_for_all
 from training.loop import train
-from training.lora_init import read_initial_lora, start_from
+from training.lora_init import check_base_of_lora, read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
 from training.paths import check_paths
@@ -192,6 +193,12 @@ def fine_tune(args, accelerator, log):
             raise RefusedError(f"{where} {num_frames}; with a frame given ({task}) at least {min_frames} are needed.")
     experts = variant.experts if args.expert == "both" else (args.expert,)
     places = {expert: pipeline.transformer_subfolder(expert) for expert in experts}
+    trained = list(places.values())
+    shown = [other_expert(variant, expert) for expert in experts if args.validation_prompt]
+    others = [place for place in map(pipeline.transformer_subfolder, filter(None, shown)) if place not in trained]
+    parts = [*trained, *others, "text_encoder", "vae", "image_encoder"]
+    with refuse_unreadable_model(args):
+        weights = pipeline.check_weights(model, parts, transformer_path=args.transformer_path, **hub)
     optimizer_class, optimizer_arguments = find_optimizer(args, accelerator.device)
     checkpoint, resumed = agreed(
         accelerator, partial(find_checkpoint, args, accelerator), describe_checkpoint, patience_seconds=10
@@ -295,11 +302,15 @@ def fine_tune(args, accelerator, log):
     plan = plan_memory(args, forecast)
     if not args.dry_run:
         with refuse_unreadable_model(args):
-            for subfolder in places.values():
-                pipeline.check_weights(skeleton, model, transformer_path=args.transformer_path, subfolder=subfolder)
-            for expert in (other_expert(variant, expert) for expert in experts if args.validation_prompt):
-                if expert is not None:
-                    pipeline.check_weights(skeleton, model, subfolder=pipeline.transformer_subfolder(expert))
+            weights = pipeline.fetch_weights(model, parts, weights, transformer_path=args.transformer_path, **hub)
+    if args.training_mode == "lora":
+        for expert in experts:
+            check_base_of_lora(args, weights.get(places[expert]), expert=expert)
+            if args.expert == "both":  # the second one starts from it later, maybe after a resume
+                weights[f"LoRA to start {expert} from"] = digest_tensors(itertools.chain(*initial[expert].values()))
+    check_same_weights(
+        args, resumed, batches, {part: digest for part, digest in weights.items() if part not in others}
+    )
     run = RunRecord(
         accelerator,
         args,
@@ -412,7 +423,10 @@ def fine_tune(args, accelerator, log):
                 export_name=pipeline.lora_export_name,
                 expert=expert,
                 places=places,
-                further_info={"sigma_range": "{} to {}".format(*variant.sigma_range(expert))},
+                further_info={
+                    "base_weights": weights[places[expert]],
+                    "sigma_range": "{} to {}".format(*variant.sigma_range(expert)),
+                },
             )
         if validation.is_wanted:
             log.point("previews")

@@ -30,6 +30,14 @@ SIZE_DIVISOR = 16
 # What the stock pipeline puts before each caption, and takes off its embedding again.
 PROMPT_TEMPLATE_TOKENS = 34
 
+# What is trained, and of which classes its parts are.
+PIPELINES = (QwenImagePipeline,)
+PARTS = {
+    "transformer": QwenImageTransformer2DModel,
+    "text_encoder": Qwen2_5_VLForConditionalGeneration,
+    "vae": AutoencoderKLQwenImage,
+}
+
 
 def load_prompt_encoder(pretrained_model_name_or_path, *, device, dtype=torch.bfloat16, **hub):
     """Load the stock pipeline with nothing but its tokenizer and text encoder.
@@ -50,11 +58,8 @@ def load_tokenizer(pretrained_model_name_or_path, **hub):
 
 
 def load_vae(pretrained_model_name_or_path, *, device, **hub):
-    """Load the VAE in fp32."""
-    vae = AutoencoderKLQwenImage.from_pretrained(
-        pretrained_model_name_or_path, subfolder="vae", dtype=torch.float32, **hub
-    )
-    return vae.to(device)
+    """Load the VAE in fp32, as the stock pipeline does, which may have it without the variant."""
+    return load_preview_pipeline(pretrained_model_name_or_path, **hub).vae.to(device)
 
 
 def load_preview_pipeline(pretrained_model_name_or_path, *, dtype=torch.float32, **hub):
@@ -95,7 +100,9 @@ def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, guidance_scale, n
 load_transformer = functools.partial(loading.load_transformer, QwenImageTransformer2DModel)
 load_transformer_skeleton = functools.partial(loading.load_transformer_skeleton, QwenImageTransformer2DModel)
 load_scheduler = functools.partial(loading.load_scheduler, FlowMatchEulerDiscreteScheduler)
-check_weights = loading.check_weights
+check_pipeline = functools.partial(loading.check_pipeline, PIPELINES, PARTS)
+check_weights = functools.partial(loading.check_weights, PARTS)
+fetch_weights = functools.partial(loading.fetch_weights, PARTS)
 describe = loading.describe
 shrink = loading.shrink
 

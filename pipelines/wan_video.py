@@ -32,6 +32,16 @@ NEGATIVE_PROMPT = (
     "静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
 )
 
+# What is trained, and of which classes its parts are.
+PIPELINES = (WanPipeline, WanImageToVideoPipeline)
+PARTS = {
+    "transformer": WanTransformer3DModel,
+    "transformer_2": WanTransformer3DModel,
+    "text_encoder": UMT5EncoderModel,
+    "vae": AutoencoderKLWan,
+    "image_encoder": CLIPVisionModel,
+}
+
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj", "ffn.net.0.proj", "ffn.net.2")
 
 
@@ -109,13 +119,10 @@ def find_variant(pretrained_model_name_or_path, **hub):
     """Return the `WanVariant` of a pipeline folder or hub id, from its configs alone.
 
     Raises:
-        ValueError: It is another pipeline.
+        OSError, ValueError: See `loading.check_pipeline`.
     """
     hub.pop("variant", None)  # names weights, not configs
-    index = WanPipeline.load_config(pretrained_model_name_or_path, **hub)
-    allowed = (WanPipeline.__name__, WanImageToVideoPipeline.__name__)
-    if index.get("_class_name") not in allowed:
-        raise ValueError(f"it is a {index.get('_class_name')}; allowed are {' and '.join(allowed)}")
+    index = loading.check_pipeline(PIPELINES, PARTS, pretrained_model_name_or_path, **hub)
     vae = AutoencoderKLWan.load_config(pretrained_model_name_or_path, subfolder="vae", **hub)
     transformer = WanTransformer3DModel.load_config(pretrained_model_name_or_path, subfolder="transformer", **hub)
     expand_timesteps = index.get("expand_timesteps", False)
@@ -161,7 +168,8 @@ def never_trained_modules(transformer):
 
 load_transformer = functools.partial(loading.load_transformer, WanTransformer3DModel)
 load_transformer_skeleton = functools.partial(loading.load_transformer_skeleton, WanTransformer3DModel)
-check_weights = loading.check_weights
+check_weights = functools.partial(loading.check_weights, PARTS)
+fetch_weights = functools.partial(loading.fetch_weights, PARTS)
 describe = loading.describe
 shrink = loading.shrink
 

@@ -26,7 +26,7 @@ import train_qwen_image
 import training.loop
 from memory.log import MemoryLog
 from training.arguments import parse_args
-from training.checkpoints import find_checkpoint, list_checkpoints
+from training.checkpoints import check_same_weights, find_checkpoint, list_checkpoints
 from training.errors import RefusedError, StoppedError
 from training.export import LORA_FILE
 
@@ -904,14 +904,33 @@ def test_another_learning_rate_is_refused(find, copy):
         find("--learning_rate", "2e-3")
 
 
-def test_the_second_expert_starts_from_the_same_file(find, copy):
-    """Of two experts the second one is yet to read --lora_init_path when the first one is resumed."""
-    path = copy(4) / "training_state.json"
-    state = json.loads(path.read_text())
-    state["arguments"] |= {"expert": "both", "lora_init_path": "a.safetensors"}
-    path.write_text(json.dumps(state))
-    with pytest.raises(RefusedError, match="--lora_init_path is None and was a.safetensors"):
-        find(expert="both")
+def test_weights_are_compared_by_content(find, copy):
+    """Those of an older checkpoint are not known; in a dry run those that are not here are not looked at."""
+    copy(4)
+    _, resumed = find()
+    weights = dict(resumed["weights"])
+    assert weights.keys() == {"transformer", "text_encoder", "vae"}
+
+    def check(now, state=resumed, dry_run=False):
+        args = types.SimpleNamespace(
+            dry_run=dry_run,
+            resume_from_checkpoint="latest",
+            transformer_path=None,
+            pretrained_model_name_or_path="somewhere",
+        )
+        batches = types.SimpleNamespace(identity={})
+        check_same_weights(args, state, batches, now)
+        assert batches.identity == {"weights": now}
+
+    check(weights)
+    check({"vae": "other"}, state={"step": 0})
+    check({"vae": weights["vae"]}, dry_run=True)
+    for part in weights:
+        for dry_run in (False, True):
+            with pytest.raises(RefusedError, match=f"its run had a {part} of other weights than that of somewhere"):
+                check(weights | {part: "other"}, dry_run=dry_run)
+    with pytest.raises(RefusedError, match="its run had a LoRA to start low_noise from of other weights"):
+        check(weights | {"LoRA to start low_noise from": "other"})
 
 
 def test_other_number_of_processes_with_dropout_is_refused(find, copy):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, QwenImageTransformer2DModel
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import train_qwen_image
 from memory.log import MemoryLog
@@ -271,6 +271,49 @@ def test_bf16_full_training_keeps_fp32_masters(train, tiny_qwen_image):
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
 
 
+# ---------------------------------------------------------------- weights
+
+
+def test_weights_at_another_place_go_on_and_others_are_refused(lora_run, train, tiny_qwen_image, tmp_path):
+    """As a checkpoint and as a LoRA to start from; what the file says of its base is no name and no place."""
+    moved, out = shutil.copytree(tiny_qwen_image, tmp_path / "moved"), shutil.copytree(lora_run, tmp_path / "out")
+    resume = [*LORA, "--checkpointing_steps", "2", "--resume_from_checkpoint", str(out / "checkpoint-2")]
+    start = [*SMALL, "--lora_rank", "4", "--max_train_steps", "1", "--lora_init_path", str(lora_run), "--dry_run"]
+    train(*resume, model=moved, output_dir=out)
+    assert load_file(out / LORA_FILE).keys() == load_file(lora_run / LORA_FILE).keys()
+    for name, tensor in load_file(lora_run / LORA_FILE).items():
+        assert torch.equal(load_file(out / LORA_FILE)[name], tensor)
+    train(*start, model=moved)
+    for part in ("transformer", "text_encoder", "vae"):
+        (file,) = (moved / part).glob("*.safetensors")
+        before = file.read_bytes()
+        tensors = load_file(file)
+        name = max(name for name in tensors if tensors[name].ndim > 1)
+        save_file(tensors | {name: tensors[name] * 1.01}, file)
+        assert f"its run had a {part} of other weights" in refused(
+            train, *resume, "--dry_run", model=moved, output_dir=out
+        )
+        if part == "transformer":
+            assert f"was trained on other weights (of {tiny_qwen_image.name})" in refused(train, *start, model=moved)
+        file.write_bytes(before)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "vae", "transformer", "tokenizer"])
+def test_parts_are_looked_at_before_anything_is_encoded(part, train, tiny_qwen_image, photos, tmp_path):
+    model = shutil.copytree(tiny_qwen_image, tmp_path / "model")
+    file = model / part / "tokenizer.json" if part == "tokenizer" else next((model / part).glob("*.safetensors"))
+    whole = file.read_bytes()
+    for content, said in (
+        (f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n".encode(), "`git lfs pull`"),
+        (whole[: len(whole) - 9], "cut short"),
+    ):
+        file.write_bytes(content)
+        for flags in ((), ("--dry_run",)):
+            sentence = refused(train, *LORA, *flags, "--cache_dir", tmp_path / "cache", model=model)
+            assert str(file) in sentence and said in sentence
+    assert not (tmp_path / "cache").exists()
+
+
 # ---------------------------------------------------------------- flags that no other test shows at work
 
 
@@ -294,6 +337,7 @@ def test_revision(script, tiny_qwen_image, photos, tmp_path):
         (repo / "refs" / name).write_text(commit)
         config = shutil.copytree(tiny_qwen_image, repo / "snapshots" / commit) / "transformer" / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": num_layers}))
+        weights = config.with_name("diffusion_pytorch_model.safetensors")
     argv = [
         "--pretrained_model_name_or_path",
         "owner/tiny",
@@ -302,6 +346,7 @@ def test_revision(script, tiny_qwen_image, photos, tmp_path):
         "--output_dir",
         tmp_path / "out",
     ]
+    weights.unlink()  # which are of two blocks
     script("train_qwen_image.py", *argv, *LORA, "--dry_run", "--revision", "large", env={"HF_HUB_CACHE": repo.parent})
     assert json.loads((tmp_path / "out" / "run.json").read_text())["plan"] == {"transformer_blocks": ["keep"] * 3}
 

@@ -151,8 +151,7 @@ def find_checkpoint(args, accelerator):
     for name, before in state["arguments"].items():
         now = json.loads(json.dumps(getattr(args, name, None)))
         # With two experts the first one's length says where the second begins.
-        # They also start from the same file, the second one later.
-        of_both = ("max_train_steps", "num_train_epochs", "lora_init_path")
+        of_both = ("max_train_steps", "num_train_epochs")
         fixed = getattr(args, "expert", None) == "both" and name in of_both
         if now != before and (name not in _MAY_CHANGE or fixed):
             setting = name if name in CONFIG_ONLY else f"--{name}"
@@ -167,6 +166,31 @@ def find_checkpoint(args, accelerator):
 def describe_checkpoint(found):
     """Return that in which all processes have to find the same, of what `find_checkpoint` returns."""
     return {"the checkpoint of --resume_from_checkpoint": found}
+
+
+def check_same_weights(args, resumed, batches, weights):
+    """Make checkpoints remember which weights a run reads, and check that those to go on from read the same.
+
+    Args:
+        args (`argparse.Namespace`)
+        resumed (`dict`): State of the checkpoint to go on from, of `find_checkpoint`.
+        batches (`BatchPlan`)
+        weights (`dict[str, str]`): From each part of the model to the digest of its weights, wherever they are; in a
+            dry run of those that are on this machine.
+
+    Raises:
+        RefusedError: They were others.
+    """
+    batches.identity["weights"] = weights
+    before = resumed.get("weights", weights)
+    for part in weights if args.dry_run else weights | before:
+        if weights.get(part) != before.get(part):
+            now = args.transformer_path or args.pretrained_model_name_or_path
+            raise RefusedError(
+                f"--resume_from_checkpoint {args.resume_from_checkpoint}: its run had a {part} of other weights than "
+                f"that of {now}; a resumed run goes on with those it had, which may lie elsewhere. Give them, or "
+                "start a new run."
+            )
 
 
 def _refuse_to_repeat(args):

@@ -61,3 +61,14 @@ def delete_folder(path):
     if path.exists():
         path.rename(old)
         shutil.rmtree(old)
+
+
+def refuse_pointer(path):
+    """Make sure that a file is here itself, and not what Git leaves in the place of a large one.
+
+    Raises:
+        ValueError: It is a pointer of Git LFS.
+    """
+    with open(path, "rb") as file:
+        if file.read(43) == b"version https://git-lfs.github.com/spec/v1\n":
+            raise ValueError(f"{path} is a Git LFS pointer and not the file itself; get the files with `git lfs pull`")

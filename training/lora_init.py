@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from training.errors import RefusedError
 from training.export import LORA_FILE
+from training.files import refuse_pointer
 from training.module import ADAPTER_NAME, lora_layers
 
 
@@ -31,19 +32,19 @@ def read_initial_lora(args, lora_state_dict, skeleton, targets, *, expert=None):
     """
     if args.lora_init_path is None:
         return {}
-    path = pathlib.Path(args.lora_init_path)
-    if path.is_dir():
-        found = [path / folder / LORA_FILE for folder in filter(None, (expert, "."))]
-        path = next((file for file in found if file.is_file()), found[0])
+    path = _find_file(args, expert)
     where = f"--lora_init_path {path}"
     try:
+        refuse_pointer(path)
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise RefusedError(f"{where} cannot be read: {error}.") from None
     for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
+        if not tensor.is_floating_point() and not name.endswith(".alpha"):
+            raise RefusedError(f"{where}: {name} is {tensor.dtype}; a LoRA that is quantised is not read.")
+        if not tensor.float().isfinite().all():
             raise RefusedError(f"{where}: {name} is not finite.")
         if tensor.ndim != 2 and ".lora_" in name and name.endswith(".weight"):
             raise RefusedError(f"{where}: {name} has {tensor.ndim} dimensions; adapters of linear layers have 2.")
@@ -86,6 +87,38 @@ def read_initial_lora(args, lora_state_dict, skeleton, targets, *, expert=None):
         if len(a) != args.lora_rank:
             raise RefusedError(f"{where} has rank {len(a)}, and --lora_rank is {args.lora_rank}; make them equal.")
     return initial
+
+
+def check_base_of_lora(args, weights, *, expert=None):
+    """Check that the LoRA of `--lora_init_path` was trained on the weights of this run, if it says on which.
+
+    Args:
+        args (`argparse.Namespace`)
+        weights (`str`, *optional*): The digest of those of the transformer, None where they are not looked at.
+        expert (`str`, *optional*): See `read_initial_lora`.
+
+    Raises:
+        RefusedError: It was trained on others.
+    """
+    if args.lora_init_path is None or weights is None:
+        return
+    path = _find_file(args, expert)
+    with safe_open(path, "pt") as file:
+        header = file.metadata() or {}
+    if header.get("base_weights", weights) != weights:
+        base = args.transformer_path or args.pretrained_model_name_or_path
+        raise RefusedError(
+            f"--lora_init_path {path} was trained on other weights (of {header.get('base_model')}) than the "
+            f"transformer of {base} has; give those, which may lie anywhere, or start without it."
+        )
+
+
+def _find_file(args, expert):
+    path = pathlib.Path(args.lora_init_path)
+    if path.is_dir():
+        found = [path / folder / LORA_FILE for folder in filter(None, (expert, "."))]
+        path = next((file for file in found if file.is_file()), found[0])
+    return path
 
 
 def _strength(fields, layer, *, rank):

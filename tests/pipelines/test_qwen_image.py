@@ -256,8 +256,7 @@ def test_transformer_from_a_folder_and_from_one_file(tiny_qwen_image, tmp_path):
 
 def test_incomplete_weights_are_noticed_before_they_load(tiny_qwen_image, tmp_path):
     model = str(tiny_qwen_image)
-    skeleton = qwen_image.load_transformer_skeleton(model)
-    qwen_image.check_weights(skeleton, model)
+    qwen_image.check_weights(model, ("transformer",))
     weights = load_file(tiny_qwen_image / "transformer" / "diffusion_pytorch_model.safetensors")
     save_file(
         {f"model.diffusion_model.{name}": tensor for name, tensor in weights.items()}, tmp_path / "p.safetensors"
@@ -268,9 +267,9 @@ def test_incomplete_weights_are_noticed_before_they_load(tiny_qwen_image, tmp_pa
     (tmp_path / "empty").mkdir()
     for path, said in [("p", "lacks"), ("cut", "lacks 1 of .* proj_out.bias"), ("text", "not a safetensors file")]:
         with pytest.raises(ValueError, match=said):
-            qwen_image.check_weights(skeleton, model, transformer_path=str(tmp_path / f"{path}.safetensors"))
-    with pytest.raises(OSError, match="no safetensors file"):
-        qwen_image.check_weights(skeleton, model, transformer_path=str(tmp_path / "empty"))
+            qwen_image.check_weights(model, ("transformer",), transformer_path=str(tmp_path / f"{path}.safetensors"))
+    with pytest.raises(OSError, match="there is no .*empty.config.json"):
+        qwen_image.check_weights(model, ("transformer",), transformer_path=str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize("name", ["[a]", "a*b", "a?b"])

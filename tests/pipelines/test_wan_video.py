@@ -430,10 +430,9 @@ def test_transformer_from_a_folder_and_from_one_file(family, dtype, tiny_model, 
     original.save_pretrained(tmp_path / "transformer")
     save_file(original_layout(weights), tmp_path / "one.safetensors")
     save_file(weights, tmp_path / "two.SAFETENSORS")
-    skeleton = wan_video.load_transformer_skeleton(model)
     places = [str(tmp_path / path) for path in ("transformer", "one.safetensors", "two.SAFETENSORS")]
-    for path in places:
-        wan_video.check_weights(skeleton, model, transformer_path=path)
+    digests = [wan_video.check_weights(model, ("transformer",), transformer_path=path) for path in places]
+    assert digests[0] == digests[1] == digests[2]
     folder, *files = (wan_video.load_transformer(model, dtype=dtype, transformer_path=path) for path in places)
     assert all(torch.equal(tensor, weights[name].to(tensor.dtype)) for name, tensor in folder.state_dict().items())
     for file in files:
@@ -453,13 +452,12 @@ def test_bad_files_are_refused(tiny_model, tmp_path):
     del lacking["head.head.bias"]
     save_file(lacking, tmp_path / "cut.safetensors")
     save_file(original_layout(weights) | {"head.head.bias": torch.zeros(3)}, tmp_path / "shape.safetensors")
-    skeleton = wan_video.load_transformer_skeleton(model)
     for path, said in (
         ("cut", "lacks 1 of .* proj_out.bias"),
         ("shape", r"proj_out.bias has the shape \(3,\), and the model has \(64,\)"),
     ):
         with pytest.raises(ValueError, match=said):
-            wan_video.check_weights(skeleton, model, transformer_path=str(tmp_path / f"{path}.safetensors"))
+            wan_video.check_weights(model, ("transformer",), transformer_path=str(tmp_path / f"{path}.safetensors"))
 
 
 @pytest.mark.parametrize("pipeline, other", [("wan_t2v", "wan_i2v"), ("wan_i2v", "wan_flf2v"), ("wan_i2v", "wan_t2v")])
@@ -471,9 +469,10 @@ def test_a_transformer_with_other_inputs_is_refused(pipeline, other, tiny_model)
 
 def test_weights_of_each_expert_are_checked(tiny_model, tmp_path):
     model = tiny_model("wan_t2v_a14b")
-    skeleton = wan_video.load_transformer_skeleton(str(model))
-    wan_video.check_weights(skeleton, str(model), subfolder="transformer_2")
-    (tmp_path / "transformer").symlink_to(model / "transformer")
-    wan_video.check_weights(skeleton, str(tmp_path))
+    both = wan_video.check_weights(str(model), ("transformer", "transformer_2"))
+    assert both["transformer"] != both["transformer_2"]
+    for name in ("model_index.json", "transformer"):
+        (tmp_path / name).symlink_to(model / name)
+    assert wan_video.check_weights(str(tmp_path), ("transformer",)) == {"transformer": both["transformer"]}
     with pytest.raises(OSError, match="transformer_2"):
-        wan_video.check_weights(skeleton, str(tmp_path), subfolder="transformer_2")
+        wan_video.check_weights(str(tmp_path), ("transformer_2",), required=True)

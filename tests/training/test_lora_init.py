@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from pipelines.wan_video import lora_export_name
 from training.errors import RefusedError
 from training.export import save_lora
-from training.lora_init import read_initial_lora, start_from
+from training.lora_init import check_base_of_lora, read_initial_lora, start_from
 from training.module import add_lora, find_lora_targets, lora_layers
 
 
@@ -215,3 +215,28 @@ def test_half_a_pair_is_refused(trained, tmp_path):
     del tensors[next(name for name in tensors if "lora_B" in name)]
     save_file(tensors, path)
     assert "1 of 11 tensors have no place" in refused(path, "qwen")
+
+
+def test_the_base_that_a_file_names_is_that_of_the_run(trained):
+    args = arguments(trained("qwen", base_weights="a" * 64, base_model="Qwen/Qwen-Image")[1], "qwen")
+    args.transformer_path, args.pretrained_model_name_or_path = None, "somewhere"
+    check_base_of_lora(args, "a" * 64)
+    check_base_of_lora(args, None)
+    with pytest.raises(
+        RefusedError, match=r"trained on other weights \(of Qwen/Qwen-Image\) than .* of somewhere has"
+    ):
+        check_base_of_lora(args, "b" * 64)
+    trained("qwen")  # of a version that did not say
+    check_base_of_lora(args, "b" * 64)
+
+
+def test_quantised_files_and_pointers_are_refused(trained, tmp_path):
+    _, path = trained("qwen")
+    tensors = load_file(path)
+    name = max(tensors)
+    save_file(tensors | {name: torch.ones(tensors[name].shape, dtype=torch.int8)}, path)
+    with pytest.raises(RefusedError, match=f"{name} is torch.int8; a LoRA that is quantised is not read"):
+        started(path, "qwen")
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(RefusedError, match="Git LFS pointer .* `git lfs pull`"):
+        started(path, "qwen")

@@ -103,7 +103,7 @@ def weights_identity(cache, pretrained_model_name_or_path, subfolders, *, revisi
     if not isinstance(index, str):
         raise OSError("its model_index.json is not among the files that were fetched")
     commit = pathlib.Path(index).parent.name
-    return digest_of([pretrained_model_name_or_path, commit, list(subfolders), variant])
+    return digest_of([commit, list(subfolders), variant])
 
 
 @dataclasses.dataclass
