@@ -274,10 +274,11 @@ def test_incomplete_weights_are_noticed_before_they_load(tiny_qwen_image, tmp_pa
 
 @pytest.mark.parametrize("name", ["[a]", "a*b", "a?b"])
 def test_the_path_of_weights_is_no_pattern(tiny_qwen_image, tmp_path, name):
-    shutil.copytree(tiny_qwen_image / "transformer", tmp_path / name / "transformer")
-    skeleton = qwen_image.load_transformer_skeleton(str(tmp_path / name))
-    qwen_image.check_weights(skeleton, str(tmp_path / name))
-    qwen_image.check_weights(skeleton, str(tiny_qwen_image), transformer_path=str(tmp_path / name / "transformer"))
+    shutil.copytree(tiny_qwen_image, tmp_path / name)
+    qwen_image.check_pipeline(str(tmp_path / name))
+    here = qwen_image.check_weights(str(tmp_path / name), ("transformer",), required=True)
+    path = str(tmp_path / name / "transformer")
+    assert here == qwen_image.check_weights(str(tiny_qwen_image), ("transformer",), transformer_path=path)
 
 
 def test_never_trained_modules_are_those_without_gradient():
