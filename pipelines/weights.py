@@ -15,7 +15,7 @@ from diffusers import ModelMixin
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
-from training.files import refuse_pointer
+from runtime.files import refuse_pointer
 
 
 # What loaders cast to the dtype that they are asked for. Integers would be quantised weights.

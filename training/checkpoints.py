@@ -12,9 +12,9 @@ import safetensors
 import safetensors.torch
 import torch
 
+from runtime.files import delete_folder, rename_folder
 from training.arguments import CONFIG_ONLY
 from training.errors import FailedError, RefusedError
-from training.files import delete_folder, rename_folder
 from training.launch import gather_from_all, wait_for_all
 
 

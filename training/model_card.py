@@ -6,7 +6,7 @@ import re
 
 import yaml
 
-from training.files import write_text
+from runtime.files import write_text
 from training.reporting import read_metrics
 
 

@@ -11,7 +11,7 @@ from transformers import CLIPVisionModel, Qwen2_5_VLForConditionalGeneration, UM
 
 from pipelines import loading, qwen_image, wan_video
 from pipelines.weights import digest_tensors, read_tensors
-from training.files import refuse_pointer
+from runtime.files import refuse_pointer
 
 
 PARTS = {
