@@ -48,11 +48,6 @@ _BT601 = (0.299, 0.587, 0.114)
 _FULL_RANGES = ((0, 255, 128, 255, 128, 255), (0, 255) * 3, (0, 65535) * 3)
 
 
-def _srgb_curve(num_steps=4096):
-    code = np.linspace(0, 1, num_steps)
-    return np.where(code <= 0.04045, code / 12.92, ((code + 0.055) / 1.055) ** 2.4)
-
-
 @functools.cache
 def profile_of_numbers(primaries, curve):
     """Returns the ICC profile of colours stated as numbers of ITU-T H.273.
@@ -73,29 +68,20 @@ def profile_of_numbers(primaries, curve):
         raise ValueError(f"its colour primaries ({primaries} in ITU-T H.273) are not supported")
     if curve not in (*UNSTATED, *_CAMERA_CURVES, *_GAMMAS):
         raise ValueError(f"its transfer curve ({curve} in ITU-T H.273) is not supported")
-    return _profile(_PRIMARIES.get(primaries), _gamma_curve(_GAMMAS.get(curve)))
+    return _profile(_PRIMARIES.get(primaries, _SRGB), _GAMMAS.get(curve))
 
 
-def _gamma_curve(gamma):
-    return None if not gamma else np.linspace(0, 1, 4096) ** gamma
-
-
-def _profile(chromaticities=None, curve=None):
+def _profile(chromaticities, gamma=None):
     """Returns an ICC profile, or None for what is sRGB or near enough.
 
     Args:
-        chromaticities: x and y of white, red, green and blue; None for sRGB's.
-        curve: Light in [0, 1] at equal steps of the code: an array (N,), or (3, N) for red, green and blue; None for
-            sRGB's.
+        chromaticities: x and y of white, red, green and blue.
+        gamma: Of the transfer curve; None for sRGB's.
     """
-    curve = _srgb_curve() if curve is None else curve
-    chromaticities = _SRGB if chromaticities is None else chromaticities
-    curves = np.broadcast_to(curve, (3, curve.shape[-1]))
-    gap = np.abs(curves - _srgb_curve(curves.shape[1])).max()
     if len(chromaticities) != 8 or not all(chromaticities[1::2]):
         raise ValueError(f"its colour primaries are {chromaticities}, which are no colours")
-    # The widest gap between gamma 2.2 and sRGB is 0.009.
-    if np.abs(np.subtract(chromaticities, _SRGB)).max() < 0.002 and gap < 0.015:
+    # Gammas from 2.16 to 2.33 are nowhere more than 0.015 from sRGB's curve.
+    if np.abs(np.subtract(chromaticities, _SRGB)).max() < 0.002 and (gamma is None or 2.16 <= gamma < 2.33):
         return None
 
     xyz = np.array([(x / y, 1, (1 - x - y) / y) for x, y in np.reshape(chromaticities, (4, 2))])  # of Y = 1
@@ -117,10 +103,12 @@ def _profile(chromaticities=None, curve=None):
         return struct.pack(">4s4x3i", b"XYZ ", *np.round(values * 65536).astype(int))
 
     tags = {b"desc": text("stated by the file"), b"cprt": text("none"), b"wtpt": number(d50)}
-    for name, column, light in zip((b"r", b"g", b"b"), columns.T, curves, strict=True):
-        samples = np.round(np.clip(light, 0, 1) * 65535).astype(">u2").tobytes()
-        tags[name + b"XYZ"] = number(column)
-        tags[name + b"TRC"] = struct.pack(">4s2I", b"curv", 0, curves.shape[1]) + samples
+    # Parametric curves of ICC: a gamma alone, and the one with a line near black.
+    parameters = (gamma,) if gamma else (2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)
+    parameters = np.round(np.multiply(parameters, 65536)).astype(int)
+    curve = struct.pack(f">4s4xH2x{len(parameters)}i", b"para", 0 if gamma else 3, *parameters)
+    for name, column in zip((b"r", b"g", b"b"), columns.T, strict=True):
+        tags |= {name + b"XYZ": number(column), name + b"TRC": curve}
     offset, index, body = 132 + 12 * len(tags), struct.pack(">I", len(tags)), b""
     for name, value in tags.items():
         index += struct.pack(">4s2I", name, offset + len(body), len(value))
@@ -168,9 +156,8 @@ def profile_of_image(image):
         if matrix != 0:
             raise ValueError(f"its colour matrix ({matrix} in ITU-T H.273) is not that of RGB, and PNG holds RGB")
         return profile_of_numbers(primaries, curve), not full_range
-    of_exif = _exif_profile(image)
     says_srgb = image.format == "PNG" and "srgb" in image.info
-    return of_exif if profile is None and not says_srgb else profile, False
+    return profile if says_srgb else _exif_profile(image, profile), False
 
 
 def _png_cicp(file):
@@ -188,7 +175,7 @@ def _png_profile(image):
     if "srgb" in image.info:
         return None
     gamma = image.info.get("gamma")
-    return _profile(image.info.get("chromaticity"), _gamma_curve(1 / gamma if gamma else None))
+    return _profile(image.info.get("chromaticity", _SRGB), 1 / gamma if gamma else None)
 
 
 def _avif_profile(image):
@@ -202,53 +189,27 @@ def _avif_profile(image):
 
 
 def _bmp_profile(image):
-    header = image.fp.read(14 + 124)[14:]
-    num_bytes, kind = struct.unpack_from("<I", header)[0], header[56:60]
-    if num_bytes < 108 or len(header) < 108:
-        return None
-    if kind == b"KNIL":
-        raise ValueError("its colour profile is another file; embed it")
-    if kind == b"DEBM":
-        offset, num_profile_bytes = struct.unpack_from("<2I", header, 112)
-        image.fp.seek(14 + offset)
-        return image.fp.read(num_profile_bytes)
-    values = struct.unpack_from("<9i3I", header, 60)
-    if kind != bytes(4) or not any(values):
-        return None
-    xyz = np.reshape(values[:9], (3, 3)) / 2**30  # of red, green and blue
-    xyz = np.vstack([xyz.sum(axis=0), xyz])
-    chromaticities = xyz[:, :2] / np.maximum(xyz.sum(axis=1, keepdims=True), 1e-9)
-    gammas = [value / 65536 for value in values[9:]]
-    curve = np.array([_gamma_curve(gamma) for gamma in gammas]) if all(gammas) else None
-    return _profile(tuple(chromaticities.ravel().tolist()), curve)
+    header = image.fp.read(14 + 108)[14:]
+    says_nothing = int.from_bytes(header[:4], "little") < 108 or not any(header[56:])
+    if not says_nothing and header[56:60] not in (b"BGRs", b" niW"):
+        raise ValueError("its colours are not sRGB by its BMP header; save it as PNG with a profile")
 
 
 def _jpeg2000_profile(image):
-    def boxes(data):
-        position = 0
-        while position + 8 <= len(data):
-            num_bytes, name = struct.unpack_from(">I4s", data, position)
-            head = 8
-            if num_bytes == 1:
-                (num_bytes,), head = struct.unpack_from(">Q", data, position + 8), 16
-            end = position + num_bytes if num_bytes else len(data)
-            yield name, data[position + head : end]
-            position = max(end, position + head)
-
-    header = next((content for name, content in boxes(image.fp.read()) if name == b"jp2h"), b"")
-    for name, content in boxes(header):
-        if name != b"colr":
-            continue
-        method, number = content[0], int.from_bytes(content[3:7], "big")
-        if method in (2, 3):
-            return content[3:]
-        # Black and white twice, CMYK, sRGB, grey, and sRGB's Y'CbCr, which the decoder turns into RGB.
-        if method == 1 and number in (0, 15, 12, 16, 17, 18):
-            return None
+    header, has_boxes, _ = image.fp.read().partition(b"jp2c")
+    start = header.find(b"colr")
+    if not has_boxes or start < 0:
+        return None
+    method, number = header[start + 4], int.from_bytes(header[start + 7 : start + 11], "big")
+    if method in (2, 3):
+        return header[start + 7 : start - 4 + int.from_bytes(header[start - 4 : start], "big")]
+    # Black and white twice, CMYK, sRGB, grey, and sRGB's Y'CbCr, which the decoder turns into RGB.
+    if method != 1 or number not in (0, 15, 12, 16, 17, 18):
         raise ValueError(f"its colour space (method {method}, number {number} in JPEG 2000) is not supported")
 
 
-def _exif_profile(image):
+def _exif_profile(image, profile):
+    """Returns the profile that is there already, or else that of what EXIF and TIFF tags say."""
     try:
         exif = image.getexif()
         details = exif.get_ifd(ExifTags.IFD.Exif)
@@ -256,13 +217,13 @@ def _exif_profile(image):
         interoperability = {}
         with contextlib.suppress(KeyError):  # which Pillow raises where there is none
             interoperability = exif.get_ifd(ExifTags.IFD.Interop)
-        white, primaries, transfer, matrix, levels = (
-            exif.get(tag) and tuple(float(value) for value in exif.get(tag)) for tag in (318, 319, 301, 529, 532)
+        white, primaries, matrix, levels = (
+            exif.get(tag) and tuple(float(value) for value in exif.get(tag)) for tag in (318, 319, 529, 532)
         )
         gamma = float(details.get(ExifTags.Base.Gamma) or 0)
     except Exception as error:  # SyntaxError, struct.error, ...: as for the orientation
         logger.info("EXIF not readable: %s", error)
-        return None
+        return profile
     # LibTIFF applies these two itself.
     if image.format in ("JPEG", "MPO", "TIFF") and not (
         image.format == "TIFF" and image.tag_v2.get(262) == 6 and image.info.get("compression") != "jpeg"
@@ -271,13 +232,13 @@ def _exif_profile(image):
             raise ValueError(f"its colour matrix (YCbCrCoefficients {matrix}) is not that of BT.601")
         if levels and levels not in _FULL_RANGES:
             raise ValueError(f"its range (ReferenceBlackWhite {levels}) is not the full one")
+    if profile is not None or space == 1:
+        return profile
     if space == 0xFFFD:
         raise ValueError("its colours are Wide Gamut RGB by EXIF, without a profile; embed one")
     # The second is how cameras say it, beside a colour space that is "uncalibrated".
     if space == 2 or interoperability.get(ExifTags.Interop.InteropIndex) == "R03":
-        return _profile(_ADOBE_RGB, _gamma_curve(563 / 256))
-    if space == 1:
-        return None
-    curve = np.reshape(transfer, (3 if len(transfer) % 3 == 0 else 1, -1)) / 65535 if transfer else None
-    chromaticities = (*(white or _D65), *(primaries or _SRGB[2:]))
-    return _profile(chromaticities, _gamma_curve(gamma) if curve is None else curve)
+        return _profile(_ADOBE_RGB, 563 / 256)
+    if 301 in exif:
+        raise ValueError("its transfer curve is a table (TransferFunction), which is not read; embed a profile")
+    return _profile((*(white or _D65), *(primaries or _SRGB[2:])), gamma or None)

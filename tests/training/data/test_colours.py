@@ -92,7 +92,7 @@ def avif(primaries, curve, **options):
     return data[:place] + struct.pack(">2H", primaries, curve) + data[place + 4 :]
 
 
-def with_exif(file_format, tags, details=(), interop=None):
+def with_exif(file_format, tags, details=(), interop=None, **options):
     exif = Image.Exif()
     # With a maker: Pillow drops EXIF that it takes for empty.
     for tag, value in {271: "maker", **tags}.items():
@@ -102,7 +102,7 @@ def with_exif(file_format, tags, details=(), interop=None):
     if interop:
         exif.get_ifd(0x8769)[0xA005] = {1: interop}
     lossless = {"JPEG": {"quality": 100, "subsampling": 0}, "WEBP": {"lossless": True}}.get(file_format, {})
-    return encode(file_format, exif=exif, **lossless)
+    return encode(file_format, exif=exif, **lossless, **options)
 
 
 WHITE, PRIMARIES, TRANSFER, MATRIX, LEVELS = 318, 319, 301, 529, 532
@@ -120,21 +120,13 @@ def jpeg2000(method, content):
     return data[:header] + num_bytes.to_bytes(4, "big") + data[header + 4 : start] + box + data[start + old :]
 
 
-def bmp(kind=b"\0\0\0\0", primaries=None, gamma=0.0, icc=b""):
+def bmp(kind=b"\0\0\0\0", endpoints=(0,) * 9):
     """Returns a BMP file with the fifth version of its header."""
     data = encode("BMP")
     pixels = data[54:]
-    xyz = [0] * 9
-    if primaries:
-        # Columns of the matrix from linear light to CIE XYZ, without its scale, which does not matter.
-        white, *others = np.reshape(CHROMATICITIES[primaries], (4, 2))
-        columns = np.array([(x / y, 1, (1 - x - y) / y) for x, y in others]).T
-        scale = np.linalg.solve(columns, (white[0] / white[1], 1, (1 - white.sum()) / white[1]))
-        xyz = [round(value * 2**30) for value in (columns * scale).T.ravel()]
     header = struct.pack("<I", 124) + data[18:54] + struct.pack("<4I", 0xFF0000, 0xFF00, 0xFF, 0) + kind
-    header += struct.pack("<9i3I", *xyz, *[round(gamma * 65536)] * 3)
-    header += struct.pack("<4I", 4, 124 + len(pixels), len(icc), 0)
-    return b"BM" + struct.pack("<3I", 138 + len(pixels) + len(icc), 0, 138) + header + pixels + icc
+    header += struct.pack("<9i7I", *endpoints, 0, 0, 0, 4, 0, 0, 0)
+    return b"BM" + struct.pack("<3I", 138 + len(pixels), 0, 138) + header + pixels
 
 
 def table(gamma):
@@ -172,10 +164,8 @@ P3, ADOBE = CHROMATICITIES["Display P3"], CHROMATICITIES["Adobe RGB"]
         (lambda: encode("TIFF", tiffinfo={0x8769: {COLOUR_SPACE: 2}}), "Adobe RGB", 2.2),
         (lambda: with_exif("JPEG", {WHITE: ADOBE[:2], PRIMARIES: ADOBE[2:]}, {GAMMA: 2.2}), "Adobe RGB", 2.2),
         (lambda: encode("TIFF", tiffinfo={WHITE: P3[:2], PRIMARIES: P3[2:]}), "Display P3", None),
-        (lambda: encode("TIFF", tiffinfo={TRANSFER: table(1.8)}), "sRGB", 1.8),
         (lambda: jpeg2000(2, profile("Display P3")), "Display P3", None),
-        (lambda: bmp(primaries="Display P3", gamma=1.8), "Display P3", 1.8),
-        (lambda: bmp(b"DEBM", icc=profile("BT.2020")), "BT.2020", None),
+        (lambda: with_exif("JPEG", {}, {COLOUR_SPACE: 0xFFFD}, icc_profile=profile("BT.2020")), "BT.2020", None),
     ],
 )
 def test_what_an_image_says_of_its_colours_is_converted(data, primaries, gamma):
@@ -196,12 +186,11 @@ def test_what_an_image_says_of_its_colours_is_converted(data, primaries, gamma):
         lambda: png(cicp(1, 1)),
         lambda: png(cicp(2, 2)),
         lambda: png(SRGB_CHUNK, exif=exif_of(2)),
-        lambda: encode("TIFF", tiffinfo={TRANSFER: table(2.2)}),
+        lambda: encode("TIFF", tiffinfo={TRANSFER: table(1.8), 0x8769: {COLOUR_SPACE: 1}}),
         lambda: encode("TIFF", tiffinfo={WHITE: P3[:2], PRIMARIES: CHROMATICITIES["sRGB"][2:]}),
         lambda: bmp(),
         lambda: bmp(b"BGRs"),
         lambda: bmp(b" niW"),
-        lambda: bmp(primaries="sRGB", gamma=2.2),
         lambda: jpeg2000(1, (16).to_bytes(4, "big")),
         lambda: with_exif("WEBP", {}, {COLOUR_SPACE: 1}),
         lambda: with_exif("WEBP", {}, {COLOUR_SPACE: 0xFFFF}, "R98"),
@@ -239,7 +228,9 @@ def test_avif_and_jpeg_that_say_srgb_keep_their_pixels():
         (lambda: encode("TIFF", tiffinfo={LEVELS: rational((16, 235) * 3)}), "is not the full one"),
         (lambda: with_exif("JPEG", {}, {COLOUR_SPACE: 0xFFFD}), "Wide Gamut RGB"),
         (lambda: jpeg2000(1, (14).to_bytes(4, "big")), "its colour space (method 1, number 14 in JPEG 2000)"),
-        (lambda: bmp(b"KNIL"), "its colour profile is another file"),
+        (lambda: encode("TIFF", tiffinfo={TRANSFER: table(1.8)}), "its transfer curve is a table"),
+        *((lambda kind=kind: bmp(kind), "its colours are not sRGB by its BMP header") for kind in (b"KNIL", b"DEBM")),
+        (lambda: bmp(endpoints=(2**29,) * 9), "its colours are not sRGB by its BMP header"),
     ],
 )
 def test_what_cannot_be_converted_is_refused_by_its_name(data, reason):
