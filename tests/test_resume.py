@@ -942,12 +942,13 @@ def test_other_number_of_processes_with_dropout_is_refused(find, copy):
 
 
 def test_other_number_of_processes_without_dropout(port, start, train, tmp_path):
+    """The two batches of a step on two processes, where one process had them as two micro-batches."""
     folder = tmp_path / "out"
     flags = [*LORA, "--lora_dropout", "0", "--max_train_steps", "4"]
     whole = train(tmp_path / "whole", *flags, *SAVES)
     shutil.copytree(whole / "checkpoint-2", folder / "checkpoint-2")
     shutil.copy(whole / "metrics.jsonl", folder)
-    processes = two_ranks(start, folder, *flags, "--train_batch_size", "1", *LATEST, port=port)
+    processes = two_ranks(start, folder, *flags, "--gradient_accumulation_steps", "1", *LATEST, port=port)
     said = finished(processes[0])
     finished(processes[1])
     notice = "this run has 2 processes, that of the checkpoint had 1; samples, noise and sigmas stay the same"

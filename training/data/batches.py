@@ -234,8 +234,8 @@ def plan_batches(args, items, num_processes, *, num_tokens, resumed, model, num_
         if batches.identity[name] != resumed.get(name):
             raise RefusedError(
                 f"--resume_from_checkpoint: this run has {batches.identity[name]} {name.replace('_', ' ')}, that of "
-                f"the checkpoint had {resumed.get(name)}; make them equal (a step has batch size x processes x "
-                "accumulation, an epoch items x repeats)."
+                f"the checkpoint had {resumed.get(name)}; make them equal (a step has processes x accumulation "
+                "batches of the batch size, an epoch items x repeats)."
             )
     for key, before in resumed["model"].items():
         if batches.identity["model"].get(key) != before:
