@@ -19,60 +19,25 @@ logger = logging.getLogger(__name__)
 # ---------------------------------------------------------------- values
 
 
-def _positive_int(text):
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+def _number(kind, is_allowed):
+    """Return the kind of a number, which `is_allowed` says of a value; what is not a number never is."""
+
+    def convert(text):
+        value = kind(text)
+        if not is_allowed(value):
+            raise ValueError
+        return value
+
+    return convert
 
 
-def _natural(text):
-    value = int(text)
-    if value < 0:
-        raise ValueError
-    return value
-
-
-def _seed(text):
-    value = _natural(text)
-    if value >= 2**63:
-        raise ValueError
-    return value
-
-
-def _finite(text):
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError
-    return value
-
-
-def _positive(text):
-    value = _finite(text)
-    if value <= 0:
-        raise ValueError
-    return value
-
-
-def _non_negative(text):
-    value = _finite(text)
-    if value < 0:
-        raise ValueError
-    return value
-
-
-def _fraction(text):
-    value = _finite(text)
-    if not 0 <= value <= 1:
-        raise ValueError
-    return value
-
-
-def _dropout(text):
-    value = _fraction(text)
-    if value == 1:
-        raise ValueError
-    return value
+_positive_int = _number(int, lambda value: value >= 1)
+_natural = _number(int, lambda value: value >= 0)
+_seed = _number(int, lambda value: 0 <= value < 2**63)
+_positive = _number(float, lambda value: 0 < value < math.inf)
+_non_negative = _number(float, lambda value: 0 <= value < math.inf)
+_fraction = _number(float, lambda value: 0 <= value <= 1)
+_dropout = _number(float, lambda value: 0 <= value < 1)
 
 
 def _counts(text):
@@ -445,14 +410,14 @@ CONFIG_ONLY = ("datasets", "bucket_config")
 # What a bucket config says for each size and length instead.
 _SIZE_FLAGS = ("height", "width", "max_pixels", "num_frames", "train_batch_size")
 
-# Pairs of groups of settings: what is in the one cannot stand beside what is in the other.
-_EXCLUSIVE = (
-    (("max_train_steps",), ("num_train_epochs",)),
-    (("max_pixels",), ("height", "width")),
-    (("memory_budget",), _MANUAL_MEMORY_FLAGS),
-    (("datasets",), DATASET_FLAGS),
-    (("bucket_config",), _SIZE_FLAGS),
-)
+# Settings, and those that cannot stand beside them.
+_EXCLUSIVE = {
+    "max_train_steps": ("num_train_epochs",),
+    "max_pixels": ("height", "width"),
+    "memory_budget": _MANUAL_MEMORY_FLAGS,
+    "datasets": DATASET_FLAGS,
+    "bucket_config": _SIZE_FLAGS,
+}
 
 # Flags that are for some families only, which name them in their values under "flags".
 _FAMILY_FLAGS = {"num_frames", "fps", "clip_part", "task", "expert", "validation_image"}
@@ -460,8 +425,17 @@ _FAMILY_FLAGS = {"num_frames", "fps", "clip_part", "task", "expert", "validation
 # Flags that can stand several times; in a config file a list.
 _REPEATABLE = ("config", "validation_prompt", "validation_image")
 
-# What says how previews are made.
-_PREVIEW_FLAGS = ("validation_image", "negative_prompt", "guidance_scale", "num_inference_steps")
+# Flags without effect unless one of those behind them is given.
+_NEEDS = (
+    ("checkpoints_total_limit", "checkpointing_steps"),
+    ("checkpoint_blocks", "use_gradient_checkpointing", "use_gradient_checkpointing_offload"),
+    ("offload_buffer_size", "use_gradient_checkpointing_offload"),
+    *(("ema_decay", "ema"), ("offload_ema", "ema"), ("hub_model_id", "push_to_hub")),
+    *(("validation_image", "validation_prompt"), ("negative_prompt", "validation_prompt")),
+    *(("guidance_scale", "validation_prompt"), ("num_inference_steps", "validation_prompt")),
+    ("validation_steps", "validation_prompt", "validation_split"),
+    ("validation_seed", "validation_prompt", "validation_split"),
+)
 
 
 def _specs(values):
@@ -553,6 +527,9 @@ def _check_names(argv, switches, known):
             )
 
 
+_SWITCHED = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+
+
 def _read_config(path, kinds):
     """Return the settings of one YAML file or run.json; None stands for those that are taken back."""
     import yaml
@@ -594,18 +571,9 @@ def _read_config(path, kinds):
         elif key == "bucket_config":
             settings[key] = _read_bucket_config(file, path, value)
         elif kinds[key] is SWITCH:
-            if not isinstance(value, str) or value.lower() not in (
-                "true",
-                "yes",
-                "on",
-                "1",
-                "false",
-                "no",
-                "off",
-                "0",
-            ):
+            if str(value).lower() not in _SWITCHED:
                 raise RefusedError(f"{path}: {key} is {value!r}; allowed is true or false.")
-            settings[key] = value.lower() in ("true", "yes", "on", "1")
+            settings[key] = _SWITCHED[value.lower()]
         elif key in _REPEATABLE:
             settings[key] = [_convert_in(path, key, kinds, item) for item in _as_list(value)]
         elif kinds[key] is _key_value:
@@ -833,11 +801,8 @@ def parse_args(argv, *, description, values, resolve=True):
 
 def _instead_of(name):
     """Yield the settings that cannot stand beside the setting `name`."""
-    for some, others in _EXCLUSIVE:
-        if name in some:
-            yield from others
-        if name in others:
-            yield from some
+    yield from _EXCLUSIVE.get(name, ())
+    yield from (one for one, others in _EXCLUSIVE.items() if name in others)
 
 
 def _refuse_without_effect(args, given):
@@ -846,16 +811,17 @@ def _refuse_without_effect(args, given):
         for name in given:
             if name.startswith("lora_"):
                 raise RefusedError(f"--{name} has no effect with --training_mode full. Remove one of the two.")
-    if "max_train_steps" in given and "num_train_epochs" in given:
-        raise RefusedError("Give --max_train_steps or --num_train_epochs, not both.")
-    if args.max_pixels is not None and ("height" in given or "width" in given):
-        raise RefusedError("Give --height and --width, or --max_pixels, not both.")
     if ("height" in given) != ("width" in given):
         raise RefusedError("Give --height and --width together, or none of them.")
-    for replaced, instead in ((DATASET_FLAGS, "datasets"), (_SIZE_FLAGS, "bucket_config")):
-        both = [f"--{name}" for name in replaced if name in given and instead in given]
-        if both:
-            raise RefusedError(f"Give {' and '.join(both)}, or {instead} in a config file, not both.")
+    if args.memory_budget is not None:
+        for name in _MANUAL_MEMORY_FLAGS:
+            if getattr(args, name):
+                raise RefusedError(f"--memory_budget decides by itself what --{name} sets; remove one of the two.")
+    for name, others in _EXCLUSIVE.items():
+        both = [f"--{other}" for other in others if given.get(other, False) is not False]
+        if name in given and both:
+            instead = f"{name} in a config file" if name in CONFIG_ONLY else f"--{name}"
+            raise RefusedError(f"Give {' and '.join(both)}, or {instead}, not both.")
     if "aspect_buckets" in given and not _has_cap(args):
         raise RefusedError(
             "--aspect_buckets has no effect without a cap on pixels: --max_pixels, or sizes such as 480p or 512px in "
@@ -876,31 +842,9 @@ def _refuse_without_effect(args, given):
             raise RefusedError(f"--lr_scheduler {scheduler} needs --{name} {needed}.")
         if args.lr_scheduler != scheduler and value is not None:
             raise RefusedError(f"--{name} has no effect with --lr_scheduler {args.lr_scheduler}, only {scheduler}.")
-    if args.checkpoints_total_limit is not None and args.checkpointing_steps is None:
-        raise RefusedError("--checkpoints_total_limit has no effect without --checkpointing_steps.")
-    if args.memory_budget is not None:
-        for name in _MANUAL_MEMORY_FLAGS:
-            if getattr(args, name):
-                raise RefusedError(f"--memory_budget decides by itself what --{name} sets; remove one of the two.")
-    recomputes = args.use_gradient_checkpointing or args.use_gradient_checkpointing_offload
-    if args.checkpoint_blocks is not None and not recomputes:
-        raise RefusedError(
-            "--checkpoint_blocks has no effect without --use_gradient_checkpointing or "
-            "--use_gradient_checkpointing_offload; add one of them."
-        )
-    if args.offload_buffer_size is not None and not args.use_gradient_checkpointing_offload:
-        raise RefusedError("--offload_buffer_size has no effect without --use_gradient_checkpointing_offload.")
-    for name in ("ema_decay", "offload_ema"):
-        if given.get(name, False) is not False and not args.ema:
-            raise RefusedError(f"--{name} has no effect without --ema.")
-    if args.hub_model_id is not None and not args.push_to_hub:
-        raise RefusedError("--hub_model_id has no effect without --push_to_hub.")
-    for name in _PREVIEW_FLAGS:
-        if name in given and args.validation_prompt is None:
-            raise RefusedError(f"--{name} has no effect without --validation_prompt.")
-    for name in ("validation_steps", "validation_seed"):
-        if name in given and args.validation_prompt is None and not args.validation_split:
-            raise RefusedError(f"--{name} has no effect without --validation_prompt or --validation_split.")
+    for name, *needed in _NEEDS:
+        if given.get(name, False) is not False and not any(getattr(args, flag) for flag in needed):
+            raise RefusedError(f"--{name} has no effect without {' or '.join(f'--{flag}' for flag in needed)}.")
     if given.get("guidance_scale", 2.0) <= 1 and "negative_prompt" in given:
         raise RefusedError("--negative_prompt has no effect with a --guidance_scale of 1 or less.")
     if args.min_sigma >= args.max_sigma:
