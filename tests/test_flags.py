@@ -319,7 +319,7 @@ SHOWN_BY = {
     "validation_seed": {"1": "test_validation.py::test_validation_seed_changes_the_loss_only"},
 }
 
-KINDS = {name: (kind, default) for flags in FLAGS.values() for name, kind, default, _ in flags}
+KINDS = {name: (kind, default) for flags in FLAGS.values() for name, kind, default in flags}
 # What is no number; of texts with a list of names the names count as choices.
 NO_NUMBERS = (str, arguments.SWITCH, arguments._names, arguments._trackers, arguments._key_value)
 NAMED = {"optimizer": {*_PATHS}, "report_to": {"tensorboard", "wandb", "trackio"}}

@@ -130,266 +130,173 @@ DERIVED = object()
 
 # ---------------------------------------------------------------- flags
 
-# group -> (flag, type or choices, default, help). The defaults of all flags stand here, and nowhere else.
+_SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
+
+# group -> (flag, type or choices, default) -> help. The defaults of all flags stand here, and nowhere else.
 FLAGS = {
-    "model": [
-        ("pretrained_model_name_or_path", str, REQUIRED, "Hub id or folder of a diffusers pipeline."),
-        ("revision", str, None, "Git revision of the hub repository. Default: its main branch."),
-        ("variant", str, None, "File name variant of the weights, such as bf16. Default: none."),
-        (
-            "transformer_path",
-            str,
-            None,
-            "A transformer/ folder or one safetensors file that replaces the pipeline's transformer. Default: none.",
+    "model": {
+        ("pretrained_model_name_or_path", str, REQUIRED): "Hub id or folder of a diffusers pipeline.",
+        ("revision", str, None): "Git revision of the hub repository. Default: its main branch.",
+        ("variant", str, None): "File name variant of the weights, such as bf16. Default: none.",
+        ("transformer_path", str, None): (
+            "A transformer/ folder or one safetensors file that replaces the pipeline's transformer. Default: none."
         ),
-        ("training_mode", ("lora", "full"), "lora", "Train a LoRA, or all weights of the transformer."),
-        ("seed", _seed, 42, "Seed of everything that is drawn."),
-        ("deterministic", SWITCH, False, "Deterministic kernels on CUDA; slower. A CPU always is deterministic."),
-    ],
-    "LoRA": [
-        ("lora_rank", _positive_int, 32, "Rank."),
-        ("lora_alpha", _positive, DERIVED, "Alpha; the strength is alpha / rank. Default: the rank, strength 1."),
-        ("lora_dropout", _dropout, 0.0, "Dropout before each adapter. 0 is off."),
-        (
-            "lora_target_modules",
-            _names,
-            DERIVED,
-            "Names of linear layers, with commas; the end of a full name is enough. Default: {lora_target_modules}.",
+        ("training_mode", ("lora", "full"), "lora"): "Train a LoRA, or all weights of the transformer.",
+        ("seed", _seed, 42): "Seed of everything that is drawn.",
+        ("deterministic", SWITCH, False): "Deterministic kernels on CUDA; slower. A CPU always is deterministic.",
+    },
+    "LoRA": {
+        ("lora_rank", _positive_int, 32): "Rank.",
+        ("lora_alpha", _positive, DERIVED): "Alpha; the strength is alpha / rank. Default: the rank, strength 1.",
+        ("lora_dropout", _dropout, 0.0): "Dropout before each adapter. 0 is off.",
+        ("lora_target_modules", _names, DERIVED): (
+            "Names of linear layers, with commas; the end of a full name is enough. Default: {lora_target_modules}."
         ),
-        (
-            "lora_init_path",
-            str,
-            None,
-            "LoRA file, or folder with one, whose weights the adapters start from, and nothing else. Default: none.",
+        ("lora_init_path", str, None): (
+            "LoRA file, or folder with one, whose weights the adapters start from, and nothing else. Default: none."
         ),
-        ("lora_dtype", ("bf16", "fp32"), "bf16", "Dtype of the saved file; training is in fp32 either way."),
-    ],
-    "data": [
-        ("dataset_path", str, REQUIRED, "Folder, or hub id of a Hugging Face dataset."),
-        ("dataset_metadata", str, None, "Metadata file. Default: the one in the folder, else sidecar .txt files."),
-        ("media_column", str, None, "Column with the pictures or clips. Default: found by its usual names."),
-        ("caption_column", str, None, "Column with the captions. Default: found by its usual names."),
-        ("height", _positive_int, DERIVED, "Height in pixels, a multiple of {divisor}. Default: {height}."),
-        ("width", _positive_int, DERIVED, "Width in pixels, a multiple of {divisor}. Default: {width}."),
-        (
-            "max_pixels",
-            _positive_int,
-            None,
-            "Instead of height and width: about the shape of each item, with at most so many pixels. Default: off.",
+        ("lora_dtype", ("bf16", "fp32"), "bf16"): "Dtype of the saved file; training is in fp32 either way.",
+    },
+    "data": {
+        ("dataset_path", str, REQUIRED): "Folder, or hub id of a Hugging Face dataset.",
+        ("dataset_metadata", str, None): "Metadata file. Default: the one in the folder, else sidecar .txt files.",
+        ("media_column", str, None): "Column with the pictures or clips. Default: found by its usual names.",
+        ("caption_column", str, None): "Column with the captions. Default: found by its usual names.",
+        ("height", _positive_int, DERIVED): "Height in pixels, a multiple of {divisor}. Default: {height}.",
+        ("width", _positive_int, DERIVED): "Width in pixels, a multiple of {divisor}. Default: {width}.",
+        ("max_pixels", _positive_int, None): (
+            "Instead of height and width: about the shape of each item, with at most so many pixels. Default: off."
         ),
-        (
-            "aspect_buckets",
-            _natural,
-            DERIVED,
+        ("aspect_buckets", _natural, DERIVED): (
             "How many shapes there are under a cap on pixels (max_pixels, or sizes such as 480p in a bucket_config), "
             "from 1:2 to 2:1 and alike in pixels; each item is cropped to the nearest. 0: each has its own. "
-            "Default: 9.",
+            "Default: 9."
         ),
-        ("num_frames", _positive_int, DERIVED, "Frames of a clip, 4n + 1, if it has as many. Default: {num_frames}."),
-        ("fps", _positive, DERIVED, "Frames per second at which clips are trained. Default: {fps}."),
-        (
-            "clip_part",
-            ("start", "middle", "random"),
-            "start",
-            "Which part of a clip with more frames; random: one draw per clip, fixed by the seed.",
+        ("num_frames", _positive_int, DERIVED): "Frames of a clip, 4n + 1, if it has as many. Default: {num_frames}.",
+        ("fps", _positive, DERIVED): "Frames per second at which clips are trained. Default: {fps}.",
+        ("clip_part", ("start", "middle", "random"), "start"): (
+            "Which part of a clip with more frames; random: one draw per clip, fixed by the seed."
         ),
-        ("task", ("t2v", "i2v"), None, "From text or from image to video. Required where a model does both: {tasks}."),
-        ("train_batch_size", _positive_int, 1, "Samples per process and micro-batch."),
-        ("dataset_repeat", _positive_int, 1, "How often each item comes in one epoch."),
-        (
-            "dataloader_num_workers",
-            _natural,
-            1,
-            "Threads that load batches ahead, in each process. 0: a batch is made when it is needed.",
+        ("task", ("t2v", "i2v"), None): "From text or from image to video. Required where a model does both: {tasks}.",
+        ("train_batch_size", _positive_int, 1): "Samples per process and micro-batch.",
+        ("dataset_repeat", _positive_int, 1): "How often each item comes in one epoch.",
+        ("dataloader_num_workers", _natural, 1): (
+            "Threads that load batches ahead, in each process. 0: a batch is made when it is needed."
         ),
-        ("caption_dropout", _fraction, 0.0, "Share of samples that are trained with {dropped_caption}. 0 is off."),
-        (
-            "on_bad_sample",
-            ("error", "skip"),
-            "error",
-            "What to do about items that cannot be used: list them all and stop, or train on the rest.",
+        ("caption_dropout", _fraction, 0.0): "Share of samples that are trained with {dropped_caption}. 0 is off.",
+        ("on_bad_sample", ("error", "skip"), "error"): (
+            "What to do about items that cannot be used: list them all and stop, or train on the rest."
         ),
-        ("allow_missing_captions", SWITCH, False, "Train items without a caption with an empty one."),
-        (
-            "cache_dir",
-            str,
-            DERIVED,
-            "Folder for encoded captions and media, which runs can share. Default: cache in the output_dir.",
+        ("allow_missing_captions", SWITCH, False): "Train items without a caption with an empty one.",
+        ("cache_dir", str, DERIVED): (
+            "Folder for encoded captions and media, which runs can share. Default: cache in the output_dir."
         ),
-    ],
-    "memory": [
-        ("use_gradient_checkpointing", SWITCH, False, "Recompute the activations of each block in the backward pass."),
-        (
-            "use_gradient_checkpointing_offload",
-            SWITCH,
-            False,
-            "Recompute, with the inputs of each block in host memory meanwhile. Implies the flag above.",
+    },
+    "memory": {
+        ("use_gradient_checkpointing", SWITCH, False): "Recompute the activations of each block in the backward pass.",
+        ("use_gradient_checkpointing_offload", SWITCH, False): (
+            "Recompute, with the inputs of each block in host memory meanwhile. Implies the flag above."
         ),
-        (
-            "checkpoint_blocks",
-            _counts,
-            None,
+        ("checkpoint_blocks", _counts, None): (
             "Only the first N blocks, with one of the flags above; one number for each block list, or one for all of "
-            "them. Default: all blocks.",
+            "them. Default: all blocks."
         ),
-        (
-            "offload_buffer_size",
-            _num_bytes,
-            None,
+        ("offload_buffer_size", _num_bytes, None): (
             "Most host memory per process for parked inputs, such as 24GiB; blocks that find it full keep theirs on "
-            "the device. Default: what the plan parks, if the host has as much free.",
+            "the device. Default: what the plan parks, if the host has as much free."
         ),
-        (
-            "memory_budget",
-            _budget,
-            None,
+        ("memory_budget", _budget, None): (
             "Instead of the flags above: device memory per process, such as 24GiB, or auto for what the device has "
-            "free. The fastest plan that fits is made. Default: off.",
+            "free. The fastest plan that fits is made. Default: off."
         ),
-        ("dry_run", SWITCH, False, "Only say what the run will need, from configs alone, and check that it fits."),
-    ],
-    "training": [
-        ("max_train_steps", _positive_int, None, "Optimizer steps. Default: as many as the epochs need."),
-        ("num_train_epochs", _positive_int, DERIVED, "Passes over the dataset, instead of steps. Default: 1."),
-        ("gradient_accumulation_steps", _positive_int, 1, "Micro-batches per optimizer step."),
-        ("learning_rate", _positive, DERIVED, "Default: 1e-4 for LoRA, 1e-5 for full, 1.0 with prodigy."),
-        (
-            "lr_scheduler",
-            ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
-            "constant",
-            "Schedule of the learning rate, over optimizer steps.",
+        ("dry_run", SWITCH, False): "Only say what the run will need, from configs alone, and check that it fits.",
+    },
+    "training": {
+        ("max_train_steps", _positive_int, None): "Optimizer steps. Default: as many as the epochs need.",
+        ("num_train_epochs", _positive_int, DERIVED): "Passes over the dataset, instead of steps. Default: 1.",
+        ("gradient_accumulation_steps", _positive_int, 1): "Micro-batches per optimizer step.",
+        ("learning_rate", _positive, DERIVED): "Default: 1e-4 for LoRA, 1e-5 for full, 1.0 with prodigy.",
+        ("lr_scheduler", _SCHEDULES, "constant"): "Schedule of the learning rate, over optimizer steps.",
+        ("lr_warmup_steps", _natural, 0): "Optimizer steps over which the rate rises from 0. 0 is off.",
+        ("lr_num_cycles", _positive_int, None): (
+            "How often the rate falls, 2 or more; required by cosine_with_restarts, and for it only. Default: none."
         ),
-        ("lr_warmup_steps", _natural, 0, "Optimizer steps over which the rate rises from 0. 0 is off."),
-        (
-            "lr_num_cycles",
-            _positive_int,
-            None,
-            "How often the rate falls, 2 or more; required by cosine_with_restarts, and for it only. Default: none.",
+        ("lr_power", _positive, None): (
+            "Power of the fall, other than 1 (linear); required by polynomial, and for it only. Default: none."
         ),
-        (
-            "lr_power",
-            _positive,
-            None,
-            "Power of the fall, other than 1 (linear); required by polynomial, and for it only. Default: none.",
+        ("optimizer", str, "adamw"): (
+            "adamw, adamw_8bit, adafactor, prodigy, or the import path of a class, such as torch.optim.SGD."
         ),
-        (
-            "optimizer",
-            str,
-            "adamw",
-            "adamw, adamw_8bit, adafactor, prodigy, or the import path of a class, such as torch.optim.SGD.",
+        ("optimizer_args", _key_value, None): "Further arguments of the optimizer, as key=value ... Default: none.",
+        ("weight_decay", _non_negative, DERIVED): (
+            "0 is off. Default: 0.01; with the import path of an optimizer, what that class has."
         ),
-        ("optimizer_args", _key_value, None, "Further arguments of the optimizer, as key=value ... Default: none."),
-        (
-            "weight_decay",
-            _non_negative,
-            DERIVED,
-            "0 is off. Default: 0.01; with the import path of an optimizer, what that class has.",
+        ("max_grad_norm", _non_negative, 1.0): "Norm to which gradients are clipped. 0 is off.",
+        ("mixed_precision", ("no", "bf16"), "bf16"): (
+            "Dtype of the base weights and of the computation: no is fp32. There is no autocast either way."
         ),
-        ("max_grad_norm", _non_negative, 1.0, "Norm to which gradients are clipped. 0 is off."),
-        (
-            "mixed_precision",
-            ("no", "bf16"),
-            "bf16",
-            "Dtype of the base weights and of the computation: no is fp32. There is no autocast either way.",
+        ("timestep_sampling", ("uniform", "logit_normal"), "{timestep_sampling}"): "Law of sigma before the shift.",
+        ("sigma_shift", _positive, None): "Factor that shifts sigmas towards noise. 1 is off. Default: {sigma_shift}.",
+        ("expert", ("high_noise", "low_noise", "both"), None): (
+            "Which expert is trained; both: one after the other. Required where a model has two: {experts}."
         ),
-        ("timestep_sampling", ("uniform", "logit_normal"), "{timestep_sampling}", "Law of sigma before the shift."),
-        ("sigma_shift", _positive, None, "Factor that shifts sigmas towards noise. 1 is off. Default: {sigma_shift}."),
-        (
-            "expert",
-            ("high_noise", "low_noise", "both"),
-            None,
-            "Which expert is trained; both: one after the other. Required where a model has two: {experts}.",
+        ("min_sigma", _fraction, 0.0): "Draw sigmas from their law between this and max_sigma. 0 is off.",
+        ("max_sigma", _fraction, 1.0): "The upper end. 1 is off.",
+        ("loss_weighting", ("none", "sigma_sqrt", "cosmap"), "none"): (
+            "Weight of each sample's loss by its sigma, as diffusers' compute_loss_weighting_for_sd3 names them."
         ),
-        ("min_sigma", _fraction, 0.0, "Draw sigmas from their law between this and max_sigma. 0 is off."),
-        ("max_sigma", _fraction, 1.0, "The upper end. 1 is off."),
-        (
-            "loss_weighting",
-            ("none", "sigma_sqrt", "cosmap"),
-            "none",
-            "Weight of each sample's loss by its sigma, as diffusers' compute_loss_weighting_for_sd3 names them.",
+        ("ema", SWITCH, False): (
+            "Keep an average of the trained weights, in fp32; that is what is exported, previewed and validated."
         ),
-        (
-            "ema",
-            SWITCH,
-            False,
-            "Keep an average of the trained weights, in fp32; that is what is exported, previewed and validated.",
+        ("ema_decay", _dropout, DERIVED): (
+            "Weight of what the average was before each step, at most (1 + n) / (10 + n) after n. Default: 0.999."
         ),
-        (
-            "ema_decay",
-            _dropout,
-            DERIVED,
-            "Weight of what the average was before each step, at most (1 + n) / (10 + n) after n. Default: 0.999.",
-        ),
-        ("offload_ema", SWITCH, False, "Keep the average in host memory: saves 4 bytes per weight, slows each step."),
-        (
-            "max_skipped_steps",
-            _natural,
-            0,
+        ("offload_ema", SWITCH, False): "Keep the average in host memory: saves 4 bytes per weight, slows each step.",
+        ("max_skipped_steps", _natural, 0): (
             "Optimizer steps in a row that may be left out because loss or gradient is not finite; each is looked at "
-            "then, which makes the host wait for the device. 0: the run stops at the first.",
+            "then, which makes the host wait for the device. 0: the run stops at the first."
         ),
-    ],
-    "saving": [
-        ("output_dir", str, REQUIRED, "Folder for everything that the run leaves."),
-        ("checkpointing_steps", _positive_int, None, "Save the training state every so many steps. Default: off."),
-        ("checkpoints_total_limit", _positive_int, None, "Keep the newest so many checkpoints. Default: all."),
-        (
-            "resume_from_checkpoint",
-            str,
-            None,
+    },
+    "saving": {
+        ("output_dir", str, REQUIRED): "Folder for everything that the run leaves.",
+        ("checkpointing_steps", _positive_int, None): "Save the training state every so many steps. Default: off.",
+        ("checkpoints_total_limit", _positive_int, None): "Keep the newest so many checkpoints. Default: all.",
+        ("resume_from_checkpoint", str, None): (
             "Go on from a checkpoint folder (a bare name is looked for in the output_dir first), or from the latest "
-            "complete one in the output_dir: latest. If there is none yet, the run starts at its first step.",
+            "complete one in the output_dir: latest. If there is none yet, the run starts at its first step."
         ),
-        ("push_to_hub", SWITCH, False, "Upload the result, its model card and the last previews to the hub."),
-        ("hub_model_id", str, None, "Repository for push_to_hub. Default: the name of the output_dir."),
-    ],
-    "reporting": [
-        ("report_to", _trackers, DERIVED, "Trackers that get the numbers and previews too. Default: none."),
-        ("logging_steps", _positive_int, 10, "Write metrics and show the loss every so many optimizer steps."),
-        (
-            "validation_prompt",
-            str,
-            None,
-            "Prompt of a preview by the stock pipeline. Repeatable. Default: no previews.",
+        ("push_to_hub", SWITCH, False): "Upload the result, its model card and the last previews to the hub.",
+        ("hub_model_id", str, None): "Repository for push_to_hub. Default: the name of the output_dir.",
+    },
+    "reporting": {
+        ("report_to", _trackers, DERIVED): "Trackers that get the numbers and previews too. Default: none.",
+        ("logging_steps", _positive_int, 10): "Write metrics and show the loss every so many optimizer steps.",
+        ("validation_prompt", str, None): (
+            "Prompt of a preview by the stock pipeline. Repeatable. Default: no previews."
         ),
-        (
-            "validation_image",
-            str,
-            None,
-            "First frame of the previews, for models from image to video; twice: first and last. Repeatable.",
+        ("validation_image", str, None): (
+            "First frame of the previews, for models from image to video; twice: first and last. Repeatable."
         ),
-        (
-            "validation_steps",
-            _positive_int,
-            None,
+        ("validation_steps", _positive_int, None): (
             "Make previews, and measure the loss of what is held out, every so many optimizer steps. Default: after "
-            "the last step only.",
+            "the last step only."
         ),
-        (
-            "validation_split",
-            _dropout,
-            0.0,
-            "Share of the items that is held out: not trained, its loss measured at fixed sigmas and noise. 0 is off.",
+        ("validation_split", _dropout, 0.0): (
+            "Share of the items that is held out: not trained, its loss measured at fixed sigmas and noise. 0 is off."
         ),
-        ("negative_prompt", str, DERIVED, "Of the previews. Default: {described_negative_prompt}."),
-        (
-            "guidance_scale",
-            _non_negative,
-            DERIVED,
-            "Of the previews; up to 1 is without guidance. Default: {guidance_scale}.",
+        ("negative_prompt", str, DERIVED): "Of the previews. Default: {described_negative_prompt}.",
+        ("guidance_scale", _non_negative, DERIVED): (
+            "Of the previews; up to 1 is without guidance. Default: {guidance_scale}."
         ),
-        ("num_inference_steps", _positive_int, DERIVED, "Of the previews. Default: {num_inference_steps}."),
-        ("validation_seed", _seed, DERIVED, "Of the previews' noise and that of held-out items. Default: the seed."),
-    ],
-    "files": [
-        (
-            "config",
-            str,
-            None,
+        ("num_inference_steps", _positive_int, DERIVED): "Of the previews. Default: {num_inference_steps}.",
+        ("validation_seed", _seed, DERIVED): "Of the previews' noise and that of held-out items. Default: the seed.",
+    },
+    "files": {
+        ("config", str, None): (
             "YAML file with the same keys as the flags, and datasets and bucket_config (see README.md), or a "
-            "run.json. Repeatable: a later file wins, and flags win over all.",
+            "run.json. Repeatable: a later file wins, and flags win over all."
         ),
-    ],
+    },
 }
 
 
@@ -441,7 +348,7 @@ _NEEDS = (
 def _specs(values):
     """Yield (group, name, kind, default, help) of every flag, the family's own `values` filled in."""
     for group, flags in FLAGS.items():
-        for name, kind, default, text in flags:
+        for (name, kind, default), text in flags.items():
             if name in _FAMILY_FLAGS and name not in values.get("flags", ()):
                 continue
             if isinstance(default, str):
@@ -936,7 +843,7 @@ def check_length(args, num_steps, *, num_stages=1, num_samples=None):
     if 0 < args.caption_dropout * num_samples < 1:
         dropped = f"{args.caption_dropout * num_samples:.2g}"
         notes.append(f"--caption_dropout {args.caption_dropout} of {num_samples} samples: {dropped} on average")
-    defaults = {name: default for flags in FLAGS.values() for name, _, default, _ in flags}
+    defaults = {name: default for flags in FLAGS.values() for name, _, default in flags}
     for name, comes in (
         ("checkpointing_steps", "no checkpoint is due"),
         ("validation_steps", "previews and the loss of what is held out come after the last one only"),

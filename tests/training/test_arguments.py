@@ -431,7 +431,7 @@ def test_every_flag_says_its_default_and_is_in_help(script):
     for program, absent in (("train_qwen_image.py", VIDEO_FLAGS), ("train_wan_video.py", set())):
         text = script(program, "--help").stdout
         assert {name for name in names if f"--{name} " in text or f"--{name}\n" in text} == set(names) - absent
-    for _, _, default, help_text in (flag[:4] for flags in FLAGS.values() for flag in flags):
+    for (*_, default), help_text in (flag for flags in FLAGS.values() for flag in flags.items()):
         assert help_text.endswith(".") or "Default" in help_text, (default, help_text)
 
 
