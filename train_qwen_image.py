@@ -150,7 +150,7 @@ def fine_tune(args, accelerator, log):
         tokenizer = pipeline.load_tokenizer(model, **hub)
         parts = ("transformer", "text_encoder", "vae")
         weights = pipeline.check_weights(model, parts, transformer_path=args.transformer_path, **hub)
-    optimizer_class, optimizer_arguments = find_optimizer(args, accelerator.device)
+    optimizer = find_optimizer(args, accelerator.device)
     checkpoint, resumed = agreed(
         accelerator, partial(find_checkpoint, args, accelerator), describe_checkpoint, patience_seconds=10
     )
@@ -169,7 +169,7 @@ def fine_tune(args, accelerator, log):
     items, held_out = hold_out(args, [item for item in inspected if item.record["decision"] == "used"])
     sizes = [item.record["used"]["size"] for item in items]
     laws = [sigma_law(args, pipeline.sigma_shift(scheduler, height, width)) for width, height in sizes]
-    batches, last_step = plan_batches(
+    batches = plan_batches(
         args,
         items,
         accelerator.num_processes,
@@ -177,7 +177,7 @@ def fine_tune(args, accelerator, log):
         resumed=resumed,
         model=pipeline.describe(skeleton),
     )
-    check_length(args, last_step, num_samples=batches.samples_before(last_step + 1))
+    check_length(args, batches.last_step, num_samples=batches.num_samples)
     further_captions = [DROPPED_CAPTION] * (args.caption_dropout > 0) + preview_prompts(args)
     count_tokens = partial(pipeline.count_prompt_tokens, tokenizer)
     caption_tokens = count_caption_tokens([*items, *held_out], further_captions, count_tokens)
@@ -199,7 +199,6 @@ def fine_tune(args, accelerator, log):
         return QwenImageTrainingModule(transformer, loss_weighting=args.loss_weighting, **memory_arguments)
 
     names = targets if args.training_mode == "lora" else never_trained
-    parameters = parameters_to_train(skeleton, args, names)
     forecast = RunForecast(
         args,
         Launch.of(args, accelerator),
@@ -208,8 +207,8 @@ def fine_tune(args, accelerator, log):
         shrink=partial(pipeline.shrink, skeleton, dtype=dtype),
         make_module=make_module,
         names=names,
-        parameters=parameters,
-        optimizer=(optimizer_class, optimizer_arguments),
+        parameters=parameters_to_train(skeleton, args, names),
+        optimizer=optimizer,
         encoders=partial(pipeline.encoder_skeletons, model, num_tokens=max(caption_tokens.values()), **hub),
         records=[item.record for item in items],
         samples_by_size=batches.samples_by_size,
@@ -225,18 +224,7 @@ def fine_tune(args, accelerator, log):
     if args.training_mode == "lora":
         check_base_of_lora(args, weights.get("transformer"))
     check_same_weights(args, resumed, batches, weights)
-    run = RunRecord(
-        accelerator,
-        args,
-        log,
-        plan=plan,
-        parameters=parameters,
-        forecast=forecast,
-        items=inspected,
-        batches=batches,
-        last_step=last_step,
-        num_tokens=pipeline.num_tokens,
-    )
+    run = RunRecord(accelerator, args, log, plan, forecast, inspected, batches, num_tokens=pipeline.num_tokens)
     if never_trained:
         accelerator.print(f"never trained, since they get no gradient: {', '.join(never_trained)}")
     check_room(cache, forecast.cache_bytes)
@@ -300,9 +288,8 @@ def fine_tune(args, accelerator, log):
         batches,
         args,
         log=log,
-        optimizer_class=optimizer_class,
-        optimizer_arguments=optimizer_arguments,
-        steps=range(resumed["step"] + 1, last_step + 1),
+        optimizer=optimizer,
+        steps=range(resumed["step"] + 1, batches.last_step + 1),
         checkpoint=checkpoint,
         validation=validation,
         trackers=trackers,
@@ -318,7 +305,7 @@ def fine_tune(args, accelerator, log):
         )
     if validation.is_wanted:
         log.point("previews")
-        validation.run(last_step, trackers)
+        validation.run(batches.last_step, trackers)
         log.point("saving")
     if accelerator.is_main_process:
         stock = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=transformer)

@@ -199,7 +199,7 @@ def fine_tune(args, accelerator, log):
     parts = [*trained, *others, "text_encoder", "vae", "image_encoder"]
     with refuse_unreadable_model(args):
         weights = pipeline.check_weights(model, parts, transformer_path=args.transformer_path, **hub)
-    optimizer_class, optimizer_arguments = find_optimizer(args, accelerator.device)
+    optimizer = find_optimizer(args, accelerator.device)
     checkpoint, resumed = agreed(
         accelerator, partial(find_checkpoint, args, accelerator), describe_checkpoint, patience_seconds=10
     )
@@ -235,7 +235,7 @@ def fine_tune(args, accelerator, log):
         ]
         for expert in experts
     }
-    batches, last_step = plan_batches(
+    batches = plan_batches(
         args,
         items,
         accelerator.num_processes,
@@ -244,10 +244,9 @@ def fine_tune(args, accelerator, log):
         model=pipeline.describe(skeleton) | dataclasses.asdict(variant),
         num_stages=len(experts),
     )
-    num_samples = batches.samples_before(last_step + 1)
-    check_length(args, last_step, num_stages=len(experts), num_samples=num_samples)
+    check_length(args, batches.last_step, num_stages=len(experts), num_samples=batches.num_samples)
     for stage, expert in enumerate(experts):
-        if resumed["step"] > (stage + 1) * last_step and not (output_dir / expert / LORA_FILE).is_file():
+        if resumed["step"] > (stage + 1) * batches.last_step and not (output_dir / expert / LORA_FILE).is_file():
             raise RefusedError(
                 f"--resume_from_checkpoint: the checkpoint is of a later expert, and {output_dir} does not have the "
                 f"LoRA of {expert}; resume in the --output_dir of that run."
@@ -279,7 +278,6 @@ def fine_tune(args, accelerator, log):
         )
 
     names = targets if args.training_mode == "lora" else never_trained
-    parameters = parameters_to_train(skeleton, args, names)
     forecast = RunForecast(
         args,
         Launch.of(args, accelerator),
@@ -288,8 +286,8 @@ def fine_tune(args, accelerator, log):
         shrink=partial(pipeline.shrink, skeleton, dtype=dtype),
         make_module=make_module,
         names=names,
-        parameters=parameters,
-        optimizer=(optimizer_class, optimizer_arguments),
+        parameters=parameters_to_train(skeleton, args, names),
+        optimizer=optimizer,
         encoders=partial(pipeline.encoder_skeletons, model, task=task, **hub),
         records=[item.record for item in items],
         samples_by_size=batches.samples_by_size,
@@ -311,18 +309,7 @@ def fine_tune(args, accelerator, log):
     check_same_weights(
         args, resumed, batches, {part: digest for part, digest in weights.items() if part not in others}
     )
-    run = RunRecord(
-        accelerator,
-        args,
-        log,
-        plan=plan,
-        parameters=parameters,
-        forecast=forecast,
-        items=inspected,
-        batches=batches,
-        last_step=last_step,
-        num_tokens=variant.num_tokens,
-    )
+    run = RunRecord(accelerator, args, log, plan, forecast, inspected, batches, num_tokens=variant.num_tokens)
     check_room(cache, forecast.cache_bytes)
     if args.dry_run:
         if accelerator.is_main_process:
@@ -356,7 +343,7 @@ def fine_tune(args, accelerator, log):
     def load_other_expert(expert, steps_before, stock):
         place = pipeline.transformer_subfolder(expert)
         stock.register_modules(**{place: pipeline.load_transformer(model, dtype=dtype, subfolder=place, **hub)})
-        if expert in experts[: steps_before // last_step]:  # trained by this run
+        if expert in experts[: steps_before // batches.last_step]:  # trained by this run
             load_result(stock, output_dir / expert, place)
 
     def train_expert(expert, steps_before):
@@ -404,9 +391,8 @@ def fine_tune(args, accelerator, log):
             batches,
             args,
             log=log,
-            optimizer_class=optimizer_class,
-            optimizer_arguments=optimizer_arguments,
-            steps=range(resumed_steps + 1, last_step + 1),
+            optimizer=optimizer,
+            steps=range(resumed_steps + 1, batches.last_step + 1),
             checkpoint=checkpoint if resumed_steps else None,
             validation=validation,
             trackers=trackers,
@@ -430,7 +416,7 @@ def fine_tune(args, accelerator, log):
             )
         if validation.is_wanted:
             log.point("previews")
-            validation.run(steps_before + last_step, trackers)
+            validation.run(steps_before + batches.last_step, trackers)
             log.point("saving")
         if accelerator.is_main_process:
             stock_class = WanPipeline if task == "t2v" else WanImageToVideoPipeline
@@ -441,8 +427,8 @@ def fine_tune(args, accelerator, log):
         wait_for_all(accelerator)
 
     for stage, expert in enumerate(experts):
-        if resumed["step"] <= (stage + 1) * last_step:  # else its file is there already
-            train_expert(expert, stage * last_step)
+        if resumed["step"] <= (stage + 1) * batches.last_step:  # else its file is there already
+            train_expert(expert, stage * batches.last_step)
             free_memory()
     if accelerator.is_main_process:
         run.finish()

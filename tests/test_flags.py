@@ -219,8 +219,8 @@ def batches(args):
     rows = [Row(str(n), "", None, str(n), repeat=args.dataset_repeat) for n in range(7)]
     used = {"size": [64, 64], "frames": 1}
     items = [Item(row, {"id": row.id, "caption": "", "used": used}, "") for row in rows]
-    plan, last_step = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
-    return last_step, [plan.micro_batches(step) for step in range(1, 5)]
+    plan = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
+    return plan.last_step, [plan.micro_batches(step) for step in range(1, 5)]
 
 
 def modes(args):

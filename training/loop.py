@@ -23,8 +23,7 @@ def train(
     args,
     *,
     log,
-    optimizer_class,
-    optimizer_arguments,
+    optimizer,
     steps,
     checkpoint=None,
     validation=None,
@@ -42,7 +41,7 @@ def train(
         batches (`BatchPlan`)
         args (`argparse.Namespace`)
         log (`MemoryLog`)
-        optimizer_class, optimizer_arguments: From `find_optimizer`.
+        optimizer (`tuple`): From `find_optimizer`.
         steps (`range`): The optimizer steps to make, counted from 1.
         checkpoint (`pathlib.Path`, *optional*): Training state to go on from.
         validation (`Validation`, *optional*): Previews, and the loss of what is held out; not after the last step.
@@ -58,14 +57,7 @@ def train(
         StoppedError: A signal asked for it; a checkpoint of the last step that was made is complete.
     """
     model, optimizer, lr_scheduler, weights, average = _prepare(
-        accelerator,
-        module,
-        args,
-        log=log,
-        optimizer_class=optimizer_class,
-        optimizer_arguments=optimizer_arguments,
-        last_step=steps.stop - 1,
-        checkpoint=checkpoint,
+        accelerator, module, args, log=log, optimizer=optimizer, last_step=steps.stop - 1, checkpoint=checkpoint
     )
     loader = load_batches(
         dataset,
@@ -168,7 +160,7 @@ def train(
     average.replace_weights()
 
 
-def _prepare(accelerator, module, args, *, log, optimizer_class, optimizer_arguments, last_step, checkpoint):
+def _prepare(accelerator, module, args, *, log, optimizer, last_step, checkpoint):
     """Return what trains `module`, in the state of a checkpoint if there is one.
 
     Returns:
@@ -179,7 +171,8 @@ def _prepare(accelerator, module, args, *, log, optimizer_class, optimizer_argum
     module.to(accelerator.device)
     weights = MasterWeights(parameters.values())
     average = WeightAverage(weights, args)
-    optimizer = optimizer_class(weights.masters, **optimizer_arguments)
+    optimizer_class, arguments = optimizer
+    optimizer = optimizer_class(weights.masters, **arguments)
     log.point("optimizer")
     lr_scheduler = make_schedule(args, optimizer, last_step)
     model, optimizer = accelerator.prepare(module, optimizer)

@@ -56,18 +56,16 @@ class RunRecord:
         args (`argparse.Namespace`)
         log (`MemoryLog`): Is told what to expect, and asked at the end what was.
         plan (`MemoryPlan`)
-        parameters (`dict[str, tuple]`): From `parameters_to_train`.
         forecast (`RunForecast`)
         items (`list[Item]`): From `inspect_rows`, also those that are dropped.
         batches (`BatchPlan`)
-        last_step (`int`)
         num_tokens (`Callable[[int, int, int], int]`): From height, width and frames to the tokens of a sample.
 
     Raises:
         RefusedError: The device is too small. The files are written before.
     """
 
-    def __init__(self, accelerator, args, log, *, plan, parameters, forecast, items, batches, last_step, num_tokens):
+    def __init__(self, accelerator, args, log, plan, forecast, items, batches, *, num_tokens):
         self.log = log
         self.output_dir = pathlib.Path(args.output_dir)
         # That of torch with its build, which the metadata of its CUDA wheels lack.
@@ -79,7 +77,7 @@ class RunRecord:
             "plan": plan.modes,
             "trainable": [
                 {"name": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
-                for name, (shape, dtype) in parameters.items()
+                for name, (shape, dtype) in forecast.parameters.items()
             ],
             "forecast": forecast.describe(plan),
         }
@@ -92,12 +90,12 @@ class RunRecord:
             if self.path.name == "run.json":
                 write_json_lines(self.output_dir / "dataset.jsonl", [item.record for item in items])
             self._write()
-        count = sum(math.prod(shape) for shape, _ in parameters.values())
-        accelerator.print(f"{len(parameters)} tensors with {count:,} parameters are trained, in fp32")
+        count = sum(math.prod(shape) for shape, _ in forecast.parameters.values())
+        accelerator.print(f"{len(forecast.parameters)} tensors with {count:,} parameters are trained, in fp32")
         data = describe_data(args, items, batches, num_tokens=num_tokens, cache_bytes=forecast.cache_bytes)
-        accelerator.print(batches.describe(last_step))
+        accelerator.print(batches.describe())
         stages = 2 if getattr(args, "expert", None) == "both" else 1
-        disk = describe_disk(forecast, stages * last_step, len(list_checkpoints(self.output_dir)))
+        disk = describe_disk(forecast, stages * batches.last_step, len(list_checkpoints(self.output_dir)))
         for line in (*data, *plan.describe(), *describe_forecast(self.content["forecast"]), disk):
             accelerator.print(line)
         accelerator.print(check_fits(forecast, plan))

@@ -66,14 +66,13 @@ def run(tmp_path, *flags, module=None, batch_sizes=(None,) * NUM_ITEMS, infinite
         Item(row, {"id": "a", "caption": "a", "used": {"size": [4, 4], "frames": 1, "batch_size": batch_size}}, None)
         for batch_size in batch_sizes
     ]
-    batches, last_step = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
+    batches = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
     module, dataset = module or Scale(), make_dataset(infinite)
     accelerator = start_accelerator(args)
-    optimizer_class, arguments = find_optimizer(args, accelerator.device)
-    steps = range(1, last_step + 1)
+    optimizer = find_optimizer(args, accelerator.device)
+    steps = range(1, batches.last_step + 1)
     with MemoryLog() as log:
-        train(accelerator, module, dataset, batches, args, log=log, optimizer_class=optimizer_class,
-              optimizer_arguments=arguments, steps=steps)  # fmt: skip
+        train(accelerator, module, dataset, batches, args, log=log, optimizer=optimizer, steps=steps)
     return module, [[batch for (batch,) in batches.micro_batches(step)] for step in steps]
 
 

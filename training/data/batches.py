@@ -59,7 +59,8 @@ class BatchPlan:
         self.num_processes, self.seed = num_processes, seed
         self.batches_per_step = num_processes * gradient_accumulation_steps
         self.batch_sizes, self.tokens = for_each(train_batch_size), for_each(tokens or 1)
-        self.identity = {}  # what a checkpoint remembers of the run, from `plan_batches`
+        self.last_step = None  # from `plan_batches`, as what a checkpoint remembers of the run
+        self.identity = {}
         self._buckets = {}
         repeats = for_each(dataset_repeat)
         for index, (size, batch_size, repeat) in enumerate(zip(sizes, self.batch_sizes, repeats, strict=True)):
@@ -126,9 +127,14 @@ class BatchPlan:
         """Return the epoch, from 0, to which an optimizer step belongs."""
         return (step - 1) // self.steps_per_epoch
 
-    def describe(self, last_step):
-        """Return one line on the length of a run of `last_step` optimizer steps, for a person."""
-        num_samples = self.samples_before(last_step + 1)
+    @property
+    def num_samples(self):
+        """How many samples the run trains, on one transformer."""
+        return self.samples_before(self.last_step + 1)
+
+    def describe(self):
+        """Return one line on the length of the run, for a person."""
+        last_step, num_samples = self.last_step, self.num_samples
         least, most = min(self.batch_sizes), max(self.batch_sizes)
         per_process = most if least == most else f"{least} to {most}"
         return (
@@ -181,7 +187,7 @@ class BatchPlan:
 
 
 def plan_batches(args, items, num_processes, *, num_tokens, resumed, model, num_stages=1):
-    """Return the `BatchPlan` of this run and its last optimizer step.
+    """Return the `BatchPlan` of this run, which knows its `last_step`, and check it against a checkpoint.
 
     Args:
         args (`argparse.Namespace`)
@@ -206,7 +212,7 @@ def plan_batches(args, items, num_processes, *, num_tokens, resumed, model, num_
         tokens=[num_tokens(height, width, num_frames) for width, height, num_frames, _ in keys],
         seed=args.seed,
     )
-    last_step = args.max_train_steps or args.num_train_epochs * batches.steps_per_epoch
+    last_step = batches.last_step = args.max_train_steps or args.num_train_epochs * batches.steps_per_epoch
     if len(batches.micro_batches(1)) < args.gradient_accumulation_steps:
         logger.warning(
             "--gradient_accumulation_steps is %d, but an epoch has %d micro-batches and a step takes no more; raise "
@@ -224,7 +230,7 @@ def plan_batches(args, items, num_processes, *, num_tokens, resumed, model, num_
     batches.identity |= {name: getattr(batches, name) for name in compared}
     batches.identity |= {"num_processes": num_processes, "last_step": last_step}
     if resumed["step"] == 0:
-        return batches, last_step
+        return batches
     if resumed["step"] > num_stages * last_step:
         raise RefusedError(
             f"--resume_from_checkpoint: the checkpoint is at step {resumed['step']}, this run ends at step "
@@ -254,7 +260,7 @@ def plan_batches(args, items, num_processes, *, num_tokens, resumed, model, num_
             "here on the learning rate is that of --lr_scheduler %s over the new length",
             *(last_step, resumed["last_step"], args.lr_scheduler),
         )
-    return batches, last_step
+    return batches
 
 
 class TrainingDataset(torch.utils.data.Dataset):

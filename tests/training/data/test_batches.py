@@ -259,7 +259,7 @@ def planned(items, num_processes=1, resumed=None, model=None, num_stages=1, **se
 
 def test_clips_of_different_length_do_not_meet_in_a_micro_batch():
     items = make_items(*[(64, 64, 5)] * 5, *[(64, 64, 9)] * 5)
-    batches, _ = planned(items)
+    batches = planned(items)
     for step in range(1, 30):
         assert len({items[index].record["used"]["frames"] for index in batches.step(step)}) == 1
 
@@ -287,7 +287,7 @@ def test_clips_of_different_length_do_not_meet_in_a_micro_batch():
 )
 def test_a_resumed_run_is_the_same_run(changes, said):
     sizes = [(64, 64, 5), (64, 64, 9), (64, 64, 9), (64, 80, 5)]
-    batches, _ = planned(make_items(*sizes))
+    batches = planned(make_items(*sizes))
     order = changes.get("order", 1)
     of_items = {name: value for name, value in changes.items() if name in ("caption", "digest", "repeat")}
     items = make_items(*sizes, **of_items)[::order]
