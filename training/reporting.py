@@ -28,17 +28,8 @@ from training.trackers import draw_metrics
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = (
-    "torchvision",
-    "accelerate",
-    "diffusers",
-    "transformers",
-    "peft",
-    "datasets",
-    "safetensors",
-    "numpy",
-    "deepspeed",
-)
+_PACKAGES = ("torchvision", "accelerate", "diffusers", "transformers", "peft", "datasets", "safetensors", "numpy")
+_PACKAGES += ("deepspeed",)
 
 
 # What trackers get of each line of metrics.jsonl.

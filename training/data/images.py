@@ -76,21 +76,9 @@ def open_image(media, name=None):
 
 def is_heif(media):
     """Tells whether the file at a path, or bytes, are a HEIF image, whose codec is not AVIF's."""
-    if isinstance(media, bytes):
-        head = media[:12]
-    else:
-        with open(media, "rb") as file:
-            head = file.read(12)
-    return head[4:8] == b"ftyp" and head[8:] in (
-        b"heic",
-        b"heix",
-        b"heim",
-        b"heis",
-        b"hevc",
-        b"hevx",
-        b"mif1",
-        b"msf1",
-    )
+    with io.BytesIO(media) if isinstance(media, bytes) else open(media, "rb") as file:
+        head = file.read(12)
+    return head[4:8] == b"ftyp" and head[8:] in b"heic heix heim heis hevc hevx mif1 msf1".split()
 
 
 def _upright(image, name):
