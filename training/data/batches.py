@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 
 import numpy as np
 import torch
@@ -163,19 +164,17 @@ class BatchPlan:
         def num_tokens(batch):
             return sum(self.tokens[index] for index in batch)
 
-        classes, heaviest = [], None
+        # Classes of batches of about equally many tokens, by the most of each, the heaviest first.
+        class_of, heaviest = {}, math.inf
         for tokens in sorted({num_tokens(batch) for _, batch in timed}, reverse=True):
-            if heaviest is None or tokens * _ALIKE < heaviest:
-                heaviest = tokens
-                classes.append([])
-            classes[-1].append(tokens)
-        class_of = {tokens: number for number, alike in enumerate(classes) for tokens in alike}
-        members = [[] for _ in classes]
+            heaviest = tokens if tokens * _ALIKE < heaviest else heaviest
+            class_of[tokens] = heaviest
+        classes = {tokens: [] for tokens in class_of.values()}
         for entry in timed:
-            members[class_of[num_tokens(entry[1])]].append(entry)
+            classes[class_of[num_tokens(entry[1])]].append(entry)
 
         size, groups, rest = self.batches_per_step, [], []
-        for alike in members:
+        for alike in classes.values():
             whole = len(alike) // size * size
             groups += [alike[first : first + size] for first in range(0, whole, size)]
             rest += alike[whole:]
