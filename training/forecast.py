@@ -294,9 +294,9 @@ class RunForecast:
         if strategy == "single":
             fixed["gradients"] = whole["fp32_gradients"] if accumulates else 0
         elif strategy == "ddp":
-            # Its buckets, and of bf16 weights the sums in fp32.
+            # Its buckets, and of bf16 weights the sums in fp32. What micro-batches add up to on the way has its own.
             at_step = whole["gradients"] + whole["masters"]
-            fixed["gradients"] = at_step if accumulates else whole["gradients"]
+            fixed["gradients"] = whole["gradients"] + (whole["fp32_gradients"] if accumulates else 0)
         else:
             at_step = whole["fp32_gradients"] // n
             fixed["optimizer_state"] //= n
@@ -331,11 +331,15 @@ class RunForecast:
 
     def _gradient_factor(self, strategy):
         """Return what the backward pass leaves of each byte of gradients that it makes: see `StepProfile.peak`."""
-        whole, accumulates = self._bytes, self.args.gradient_accumulation_steps > 1
+        whole, num_micro_batches = self._bytes, self.args.gradient_accumulation_steps
         if strategy == "single":
-            return 0 if accumulates and not whole["masters"] else 1
+            return 0 if num_micro_batches > 1 and not whole["masters"] else 1
         # Else they go into buckets, or are shared out: both are there all the time.
-        return whole["masters"] / whole["gradients"] if strategy == "ddp" and not accumulates else 0
+        if strategy != "ddp" or not whole["masters"]:
+            return 0
+        if num_micro_batches == 1:
+            return whole["masters"] / whole["gradients"]
+        return 1 if num_micro_batches > 2 else 0  # of those in the middle, which are not averaged yet
 
     def phases(self, modes):
         """Return the peak of each phase of the run, in bytes of a process on its device."""

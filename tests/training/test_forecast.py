@@ -406,17 +406,19 @@ def test_shares_of_eight_processes_of_a_real_model():
     assert made.describe(plan)["training_peak_bytes"] / GIB == found["ddp"]
 
 
-@pytest.mark.parametrize("flags, alone, ddp", [([], 0, 2), (["--gradient_accumulation_steps", "2"], 4, 6)])
-def test_sums_of_micro_batches_are_in_fp32(flags, alone, ddp, forecast):
-    """Of weights in bf16, by hand: they are there all the time, with DDP beside its buckets."""
-    made, plan = forecast("qwen_image", "--training_mode", "full", "--mixed_precision", "bf16", *flags)
+@pytest.mark.parametrize("accumulation, factor", [(1, 2), (2, 0), (3, 1)])
+@pytest.mark.parametrize("precision, size", [("bf16", 2), ("no", 4)])
+def test_gradients_of_micro_batches_by_hand(precision, size, accumulation, factor, forecast):
+    """Their sums, in fp32, are there all the time, with DDP beside its buckets; those of bf16 come on top of both."""
+    flags = ["--mixed_precision", precision, "--gradient_accumulation_steps", str(accumulation)]
+    made, _ = forecast("qwen_image", "--training_mode", "full", *flags)
     count = sum(math.prod(shape) for shape, _ in made.parameters.values())
-    assert made._shares("single", 1)[0]["gradients"] == alone * count
+    sums = 4 * count if accumulation > 1 else 0
+    assert made._shares("single", 1)[0]["gradients"] == sums
     fixed, at_step = made._shares("ddp", 2)
-    assert fixed["gradients"] == ddp * count and at_step == 6 * count
-    # Without accumulation they are made as the backward pass goes.
-    with_ddp = made.profile.peak(plan.modes, gradient_factor=made._gradient_factor("ddp"))
-    assert (with_ddp.gradient_bytes > 0) == (not flags)
+    assert fixed["gradients"] == size * count + sums and at_step == {"bf16": 6, "no": 4}[precision] * count
+    assert made._gradient_factor("ddp") == (factor if precision == "bf16" else 0)
+    assert made._gradient_factor("single") == (0 if precision == "no" and accumulation > 1 else 1)
 
 
 def test_what_is_parked_is_limited_by_the_flag_or_by_the_free_memory_of_the_host(command, monkeypatch):
