@@ -129,7 +129,7 @@ def main(args, log):
     check_trackers(args)
     accelerator = start_accelerator(args)
     with claim_output_dir(args, accelerator):
-        fine_tune(args, accelerator, log)
+        return fine_tune(args, accelerator, log)
 
 
 def fine_tune(args, accelerator, log):
