@@ -57,11 +57,13 @@ def profile_of_numbers(primaries, curve):
         curve: Transfer characteristics, of which `UNSTATED` count as sRGB's.
 
     Returns:
-        Bytes, or None where the pixels are to be left as they are.
+        Bytes, empty for sRGB; None where nothing is stated.
 
     Raises:
         ValueError: They are HDR, or not supported.
     """
+    if primaries in UNSTATED and curve in UNSTATED:
+        return None
     if curve in _HDR:
         raise ValueError(f"it is HDR ({_HDR[curve]}), which must be converted to SDR")
     if primaries not in (*UNSTATED, *_PRIMARIES):
@@ -72,7 +74,7 @@ def profile_of_numbers(primaries, curve):
 
 
 def _profile(chromaticities, gamma=None):
-    """Returns an ICC profile, or None for what is sRGB or near enough.
+    """Returns an ICC profile, empty for what is sRGB or near enough.
 
     Args:
         chromaticities: x and y of white, red, green and blue.
@@ -82,7 +84,7 @@ def _profile(chromaticities, gamma=None):
         raise ValueError(f"its colour primaries are {chromaticities}, which are no colours")
     # Gammas from 2.16 to 2.33 are nowhere more than 0.015 from sRGB's curve.
     if np.abs(np.subtract(chromaticities, _SRGB)).max() < 0.002 and (gamma is None or 2.16 <= gamma < 2.33):
-        return None
+        return b""
 
     xyz = np.array([(x / y, 1, (1 - x - y) / y) for x, y in np.reshape(chromaticities, (4, 2))])  # of Y = 1
     white, primaries = xyz[0], xyz[1:].T
@@ -136,7 +138,8 @@ def profile_of_image(image):
         image: A `PIL.Image.Image` that was opened and is not loaded yet.
 
     Returns:
-        The profile, bytes or None for sRGB; and whether the pixels have the limited range.
+        The profile, bytes that are empty for sRGB, or None where it says nothing; and whether the pixels have the
+        limited range.
 
     Raises:
         ValueError: What it says cannot be converted.
@@ -156,8 +159,7 @@ def profile_of_image(image):
         if matrix != 0:
             raise ValueError(f"its colour matrix ({matrix} in ITU-T H.273) is not that of RGB, and PNG holds RGB")
         return profile_of_numbers(primaries, curve), not full_range
-    says_srgb = image.format == "PNG" and "srgb" in image.info
-    return profile if says_srgb else _exif_profile(image, profile), False
+    return _exif_profile(image, profile), False
 
 
 def _png_cicp(file):
@@ -173,9 +175,11 @@ def _png_cicp(file):
 
 def _png_profile(image):
     if "srgb" in image.info:
+        return b""
+    gamma, chromaticities = image.info.get("gamma"), image.info.get("chromaticity")
+    if not gamma and not chromaticities:
         return None
-    gamma = image.info.get("gamma")
-    return _profile(image.info.get("chromaticity", _SRGB), 1 / gamma if gamma else None)
+    return _profile(chromaticities or _SRGB, 1 / gamma if gamma else None)
 
 
 def _avif_profile(image):

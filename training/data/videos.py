@@ -505,6 +505,17 @@ def _stated(of):
     return of.color_primaries, of.color_trc, of.colorspace, of.color_range
 
 
+def _side_data(frame, stream):
+    """Returns what comes with a frame beside its pixels, by its type, or None where that cannot be listed."""
+    # PyAV 18 frees what the decoder of PNG says of a colour profile a second time, once it has listed it, which ends
+    # the process.
+    if stream.codec_context.name not in ("apng", "png"):
+        # It lists none where one is of a kind that it does not know, as EXIF in Motion JPEG.
+        with contextlib.suppress(ValueError):
+            return {data.type.name: data for data in frame.side_data}
+    return None
+
+
 def _colours(frame, stream, stated):
     """Returns how a frame's colours become sRGB.
 
@@ -514,11 +525,15 @@ def _colours(frame, stream, stated):
         stated: What the container says, which some decoders drop, and others put in the place of what the stream says.
 
     Returns:
-        Their ICC profile or None; swscale's number of their matrix, None where they have none; their range.
+        Their ICC profile, empty or None for sRGB; swscale's number of their matrix, None where they have none; their
+        range.
     """
     primaries, curves, matrices, ranges = zip(stated, _stated(frame), strict=True)
     primaries, curves = ({number for number in numbers if number not in UNSTATED} for numbers in (primaries, curves))
     profiles = {profile_of_numbers(*numbers) for numbers in itertools.product(primaries or {2}, curves or {2})}
+    # An embedded profile counts more, as in images.
+    if embedded := (_side_data(frame, stream) or {}).get("ICC_PROFILE"):
+        profiles = {bytes(embedded)}
     if len(profiles) > 1:
         raise ValueError("its container and its stream say different things of its primaries or transfer curve")
     # Of these two the container's word counts more, as the standards of containers have it.
@@ -546,18 +561,14 @@ def _colours(frame, stream, stated):
 
 def _display_matrix(frame, stream):
     """Returns (a, b, c, d) with x' = a x + c y and y' = b x + d y, the turn from the stored frame to the upright."""
-    found = None
-    # PyAV 18 frees what the decoder of PNG says of a colour profile a second time, once it has listed it, which ends
-    # the process.
-    if stream.codec_context.name not in ("apng", "png"):
-        # It lists none where one is of a kind that it does not know, as EXIF in Motion JPEG.
-        with contextlib.suppress(ValueError):
-            found = [bytes(data) for data in frame.side_data if data.type.name == "DISPLAYMATRIX"]
-    if found is None:
-        # It still tells the turn, though not whether the frame is mirrored too.
+    side_data = _side_data(frame, stream)
+    if side_data is None:
+        # PyAV still tells the turn, though not whether the frame is mirrored too.
         a, b, c, d = TURNS.get(frame.rotation % 360, (1, 1, 1, 1))
+    elif matrix := side_data.get("DISPLAYMATRIX"):
+        a, b, _, c, d = np.frombuffer(bytes(matrix), dtype=np.int32)[:5].tolist()
     else:
-        a, b, _, c, d = np.frombuffer(found[0], dtype=np.int32)[:5].tolist() if found else (1, 0, 0, 0, 1)
+        a, b, c, d = 1, 0, 0, 1
     straight, turned = max(abs(a), abs(d)), max(abs(b), abs(c))
     if 100 * min(straight, turned) > max(straight, turned):
         raise ValueError("it is to be shown at an angle; allowed are turns by multiples of 90 degrees")

@@ -164,6 +164,7 @@ P3, ADOBE = CHROMATICITIES["Display P3"], CHROMATICITIES["Adobe RGB"]
         (lambda: encode("TIFF", tiffinfo={0x8769: {COLOUR_SPACE: 2}}), "Adobe RGB", 2.2),
         (lambda: with_exif("JPEG", {WHITE: ADOBE[:2], PRIMARIES: ADOBE[2:]}, {GAMMA: 2.2}), "Adobe RGB", 2.2),
         (lambda: encode("TIFF", tiffinfo={WHITE: P3[:2], PRIMARIES: P3[2:]}), "Display P3", None),
+        (lambda: avif(2, 2, exif=exif_of(2)), "Adobe RGB", 2.2),
         (lambda: jpeg2000(2, profile("Display P3")), "Display P3", None),
         (lambda: with_exif("JPEG", {}, {COLOUR_SPACE: 0xFFFD}, icc_profile=profile("BT.2020")), "BT.2020", None),
     ],
@@ -209,7 +210,8 @@ def exif_of(space):
 
 
 def test_avif_and_jpeg_that_say_srgb_keep_their_pixels():
-    for data in (avif(1, 13), avif(2, 2), avif(1, 1), with_exif("JPEG", {MATRIX: (0.299, 0.587, 0.114)})):
+    of_numbers = avif(1, 13), avif(2, 2), avif(1, 1), avif(1, 13, exif=exif_of(2))
+    for data in (*of_numbers, with_exif("JPEG", {MATRIX: (0.299, 0.587, 0.114)})):
         assert (np.asarray(open_image(data)) == np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))).all()
 
 
@@ -364,6 +366,39 @@ def test_what_the_container_says_counts_where_the_stream_says_nothing(tmp_path, 
     sdr = clip(tmp_path / f"sdr{suffix}", (2, 2, 2, 0), None or PIXELS, pix_fmt, codec, (12, 13, matrix and 6, 0))
     assert np.abs(shown(sdr) - in_srgb("Display P3", pixels=shown(plain))).max() <= 3
     assert shown(clip(tmp_path / f"hdr{suffix}", (2, 2, 2, 0), PIXELS, pix_fmt, codec, (9, 16, matrix, 0))) == HDR
+
+
+def test_a_profile_in_the_container_is_converted(tmp_path):
+    """QuickTime's colr box holds numbers, or a profile in their place."""
+    plain = clip(tmp_path / "plain.mov", (1, 1, 1, 1), PIXELS, "yuv444p", "libx264")
+    data, icc = bytearray(plain.read_bytes()), profile("Display P3")
+    start = data.index(b"colr") - 4
+    assert data.index(b"mdat") < start, "or the places of the samples would change"
+    (num_bytes,) = struct.unpack_from(">I", data, start)
+    box = struct.pack(">I8s", 12 + len(icc), b"colrprof") + icc
+    for name in (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsd", b"avc1"):
+        place = data.rindex(name, 0, start) - 4
+        struct.pack_into(">I", data, place, struct.unpack_from(">I", data, place)[0] + len(box) - num_bytes)
+    data[start : start + num_bytes] = box
+    (tmp_path / "a.mov").write_bytes(data)
+    assert np.abs(shown(tmp_path / "a.mov") - in_srgb("Display P3", pixels=shown(plain))).max() <= 2
+
+
+def test_a_profile_in_the_frames_is_converted(tmp_path):
+    def motion_jpeg(name, **options):
+        picture = encode("JPEG", quality=95, subsampling=0, **options)
+        with av.open(str(tmp_path / name), "w") as container:
+            stream = container.add_stream("mjpeg", rate=16)
+            stream.height, stream.width = PIXELS.shape[:2]
+            stream.pix_fmt = "yuvj444p"
+            for k in range(5):
+                packet = av.Packet(picture)
+                packet.stream, packet.pts, packet.dts, packet.time_base = stream, k, k, Fraction(1, 16)
+                container.mux(packet)
+        return shown(tmp_path / name)
+
+    expected = in_srgb("Display P3", pixels=motion_jpeg("plain.avi"))
+    assert np.abs(motion_jpeg("a.avi", icc_profile=profile("Display P3")) - expected).max() <= 2
 
 
 def test_contradictions_are_refused(tmp_path):
