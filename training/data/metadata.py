@@ -32,9 +32,10 @@ IMAGE_SUFFIXES = (
     *(".jpf", ".jpg", ".jpx", ".mpo", ".pbm", ".pfm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"),
 )
 VIDEO_SUFFIXES = (
-    *(".264", ".265", ".3g2", ".3gp", ".asf", ".avi", ".divx", ".f4v", ".flv", ".gif", ".h264", ".h265", ".hevc"),
-    *(".m1v", ".m2t", ".m2ts", ".m2v", ".m4v", ".mkv", ".mov", ".mp4", ".mpe", ".mpeg", ".mpg", ".mpv", ".mts"),
-    *(".ogv", ".qt", ".ts", ".vob", ".webm", ".wmv"),
+    *(".264", ".265", ".3g2", ".3gp", ".3gpp", ".asf", ".avc", ".avi", ".divx", ".f4v", ".flv", ".gif", ".h264"),
+    *(".h265", ".hevc", ".ismv", ".m1v", ".m2p", ".m2t", ".m2ts", ".m2v", ".m4v", ".mj2", ".mk3d", ".mkv", ".mov"),
+    *(".mp4", ".mp4v", ".mpe", ".mpeg", ".mpg", ".mpv", ".mts", ".ogv", ".qt", ".tod", ".trp", ".ts", ".vob", ".webm"),
+    *(".wmv", ".xvid"),
 )
 # And of what people take for images and clips, and is read only where the file is something else than it is called.
 FOREIGN_IMAGE_SUFFIXES = (
@@ -44,8 +45,8 @@ FOREIGN_IMAGE_SUFFIXES = (
     *(".rw2", ".rwl", ".sgi", ".sr2", ".srf", ".srw", ".svg", ".svgz", ".tga", ".wdp", ".wmf", ".x3f", ".xcf"),
 )
 FOREIGN_VIDEO_SUFFIXES = (
-    *(".amv", ".av1", ".braw", ".dv", ".ivf", ".mjpeg", ".mjpg", ".mxf", ".nut", ".obu", ".ogm", ".r3d", ".rm"),
-    *(".rmvb", ".swf", ".wtv", ".y4m"),
+    *(".amv", ".av1", ".braw", ".dv", ".ivf", ".mjpeg", ".mjpg", ".mod", ".mxf", ".nut", ".obu", ".ogg", ".ogm"),
+    *(".r3d", ".rm", ".rmvb", ".swf", ".wtv", ".y4m"),
 )
 _MEDIA_SUFFIXES = {*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, *FOREIGN_IMAGE_SUFFIXES, *FOREIGN_VIDEO_SUFFIXES}
 METADATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")

@@ -1119,6 +1119,15 @@ def test_a_file_that_was_changed_is_refused(tmp_path):
         read_clip(row_of(path), record)
 
 
+def test_endings_of_clips_are_those_of_the_containers_that_are_read():
+    """Of FFmpeg's, which has none for some; without those of sound, subtitles, servers, images and an old encoder."""
+    found = {
+        f".{ending}" for name in videos.CONTAINERS.split(",") for ending in av.ContainerFormat(name, "r").extensions
+    }
+    others = {".avif", ".h26l", ".heic", ".heif", ".ism", ".isma", ".m4a", ".m4b", ".mka", ".mks", ".ogg", ".psp"}
+    assert found - others <= set(VIDEO_SUFFIXES) and ".mkv" in found
+
+
 def test_a_dataset_of_every_kind_of_clip(tmp_path):
     """From the folder to the pixels, with the reader of datasets in front."""
     (tmp_path / "sub").mkdir()
