@@ -93,7 +93,7 @@ class MemoryLog:
     def peak_since(self, mark):
         """Return the peak of allocated bytes since the last call with the same `mark` (`str`), None on a CPU.
 
-        The device has one peak, which begins anew when it is reset. Only this method resets it, and remembers it for
+        The device has one peak, which begins again when it is reset. Only this method resets it, and remembers it for
         all the other marks.
         """
         if not self._has_counters():
@@ -149,7 +149,7 @@ class MemoryLog:
         self.watched = Watch(self, module, optimizer, device_type=self._device.type, average=average)
 
     def end_step(self):
-        """Take note that an optimizer step is made; return the peak of allocated bytes during it, None on a CPU."""
+        """Record that an optimizer step is made; return the peak of allocated bytes during it, None on a CPU."""
         self._step += 1
         self.watched.end_step()
         return self.peak_since("step")
@@ -286,7 +286,7 @@ class Watch:
         self._live.__enter__()
 
     def end_step(self):
-        """Take note that an optimizer step is made; after the third nothing is followed, or costs anything, more."""
+        """Record that an optimizer step is made; after the third nothing is followed, or costs anything, more."""
         if not self.is_open:
             return
         self.num_steps += 1
@@ -367,7 +367,7 @@ class Watch:
         self.marks.append((self._num_events, what))
 
     def _sample(self):
-        """Take note of what is alive, and return its bytes."""
+        """Record what is alive, and return its bytes."""
         event, live = self._num_events, self._live
         self._num_events += 1
         num_bytes, parked = live.live_bytes, offload.pool_bytes()

@@ -362,7 +362,7 @@ def _refuse(message, *values):
 
 
 def first_sighting(block, position, tensor, kind=Sighting):
-    """Take note that `block` is given `tensor` (any shape) as its tensor argument number `position`.
+    """Record that `block` is given `tensor` (any shape) as its tensor argument number `position`.
 
     Returns:
         A new `kind` when no other call that waits for its backward pass has this tensor and its memory could be
@@ -386,7 +386,7 @@ def is_in_use():
 
 
 def keep_shared(tensors):
-    """Take note that a block call that parks nothing is given `tensors` (any shapes): the parked ones come back.
+    """Record that a block call that parks nothing is given `tensors` (any shapes): the parked ones come back.
 
     Without it a plan in which one block parks would park, of all things, what all blocks share.
     """

@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
         self._note_peak()
 
     def mark(self):
-        """Return the live bytes, the peak and its categories, and let the peak begin anew."""
+        """Return the live bytes, the peak and its categories, and let the peak begin again."""
         marked = self.live_bytes, self.peak_bytes, self.by_category_at_peak
         self.peak_bytes, self.by_category_at_peak = self.live_bytes, dict(self.by_category)
         return marked

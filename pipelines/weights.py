@@ -209,7 +209,7 @@ def _name_of(dtype):
 
 @contextlib.contextmanager
 def _quiet_transformers():
-    """Context in which Transformers draws no bar and reports no weights: what is found is said by us."""
+    """Context in which Transformers draws no bar and reports no weights: what is found is logged here."""
     before, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

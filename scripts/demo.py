@@ -414,7 +414,7 @@ def plot_loss(path, fixed, metrics, what):
         [line["loss"] for line in metrics],
         color="0.8",
         linewidth=0.8,
-        label="training loss, noise drawn anew in each step",
+        label="training loss, noise drawn again in each step",
     )
     axes.plot(fixed.keys(), fixed.values(), color="C0", marker="o", label="loss on fixed noise")
     for step in (min(fixed), max(fixed)):

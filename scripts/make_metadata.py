@@ -79,7 +79,7 @@ def parse_args(argv):
     if not args.output.parent.is_dir():
         raise RefusedError(f"--output {args.output} is to stand in a folder that does not exist.")
     if args.output.is_dir() or (args.output.exists() and not args.overwrite):
-        what = "is a folder" if args.output.is_dir() else "exists already; --overwrite builds it anew"
+        what = "is a folder" if args.output.is_dir() else "exists already; --overwrite builds it again"
         raise RefusedError(f"--output {args.output} {what}.")
     return args
 

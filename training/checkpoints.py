@@ -93,7 +93,7 @@ def list_checkpoints(output_dir):
 def find_checkpoint(args, accelerator):
     """Return (path, state) of the checkpoint that `--resume_from_checkpoint` names, or (None, {"step": 0}).
 
-    The latest is the complete one of the highest number; what is passed over for it is said. Where none is complete
+    The latest is the complete one of the highest number; what is passed over for it is logged. Where none is complete
     yet, the run starts at its first step.
 
     Raises:
@@ -194,7 +194,7 @@ def check_same_weights(args, resumed, batches, weights):
 
 
 def _refuse_to_repeat(args):
-    """Raise if the run in the output folder has ended: to start it anew would replace its results."""
+    """Raise if the run in the output folder has ended: to start it again would replace its results."""
     try:
         ended = "measured" in json.loads((pathlib.Path(args.output_dir) / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -263,14 +263,14 @@ class StopRequest:
         self._before = {}
 
     def __enter__(self):
-        self._before = {number: signal.signal(number, self._take_note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._record) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_):
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _take_note(self, number, frame):
+    def _record(self, number, frame):
         # The first one: where a terminal sends SIGINT, a SIGTERM follows when the launcher is gone.
         self.signal = self.signal or number
         if number == signal.SIGINT and self.accelerator.num_processes == 1:

@@ -122,7 +122,7 @@ def _check_folders(args, read):
         for other, folder in walked:
             parts = _parts_inside(place, folder)
             if parts == [] and other == "--resume_from_checkpoint":
-                continue  # it is no checkpoint, which is said later
+                continue  # it is no checkpoint, which is refused later
             # Names with a leading dot are looked at by nobody.
             if parts is not None and not any(part.startswith(".") for part in parts):
                 lies = f"lies in {other} {folder}" if parts else f"is {other} {folder}"

@@ -224,7 +224,7 @@ class Metrics:
             start = time.perf_counter()
 
     def add(self, *, step, loss, sample_losses, lr, grad_norm, may_be_bad=False):
-        """Take note of an optimizer step, without waiting for the device.
+        """Record an optimizer step, without waiting for the device.
 
         Args:
             step (`int`)

@@ -59,7 +59,7 @@ def hold_out(args, items):
         )
 
     def lot(item):
-        # By what is in the file: adding an item, or moving the folder, does not deal anew, and copies stay together.
+        # By what is in the file: adding an item, or moving the folder, does not deal again, and copies stay together.
         return hashlib.sha256(f"{args.seed} {item.digest}".encode()).hexdigest()
 
     last = lot(sorted(items, key=lot)[count - 1])

@@ -248,7 +248,7 @@ def encode_missing(encodings, accelerator, log, *, load, encode, read=_as_it_is,
     """Load an encoder if anything is missing, encode it, each process a part, one entry at a time, and let it go.
 
     One at a time, because the bits of a result would depend on what else is in the batch: then an entry that is made
-    anew would differ from one that was made in a full run. Media are decoded in threads, and written in them.
+    again would differ from one that was made in a full run. Media are decoded in threads, and written in them.
 
     Args:
         encodings (`Encodings`)

@@ -89,7 +89,7 @@ def _upright(image, name):
         turned = False
     if not turned:
         return image
-    # Pillow would write the rest anew, which fails for much of what cameras put there.
+    # Pillow would re-encode the rest, which fails for much of what cameras put there.
     for key in ("exif", "Raw profile type exif"):
         image.info.pop(key, None)
     return ImageOps.exif_transpose(image)
