@@ -444,7 +444,7 @@ def test_a_table_is_only_replaced_when_asked(mixed, measured):
     before = table.read_bytes()
     (mixed / "clip.txt").write_text("a new text")
     measured.clear()
-    assert refused(mixed) == f"--output {table} exists already; --overwrite builds it anew."
+    assert refused(mixed) == f"--output {table} exists already; --overwrite builds it again."
     assert table.read_bytes() == before and measured == []
     # By the texts, not by the table that is there.
     make(mixed, "--overwrite")
