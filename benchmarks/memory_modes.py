@@ -360,6 +360,7 @@ def main():
         # Else two runs of one mode may differ.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
         CountedSaveOnCpu.pins = True
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {hardware}")
     for family in ("qwen_image", "wan_video"):

@@ -272,16 +272,11 @@ class RunForecast:
             "transient": transient,
         }
 
-    def _block_bytes(self, is_trained=False):
-        """Return the bytes of the parameters of each block, or only of those that are trained."""
+    def _block_bytes(self):
+        """Return the bytes of the parameters of each block."""
         for name in self.block_lists:
-            for index, block in enumerate(getattr(self.skeleton, name)):
-                if not is_trained:
-                    yield sum(parameter.nbytes for parameter in block.parameters())
-                    continue
-                prefix = f"transformer.{name}.{index}."
-                shapes = [value for key, value in self.parameters.items() if key.startswith(prefix)]
-                yield sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+            for block in getattr(self.skeleton, name):
+                yield sum(parameter.nbytes for parameter in block.parameters())
 
     def _shares(self, strategy, num_processes):
         """Return what of it one process holds all the time, and its gradients at the optimizer step."""
@@ -321,9 +316,6 @@ class RunForecast:
         peak = self.profile.peak(modes, gradient_factor=self._gradient_factor(strategy))
         during = fixed | {"activations": peak.num_bytes - peak.gradient_bytes}
         during["gradients"] = fixed["gradients"] + peak.gradient_bytes
-        if strategy == "fsdp2":
-            # Those of a block are whole, on the way to their owners, while the block before it is at work.
-            during["gradients"] += max(self._block_bytes(is_trained=True))
         at_step = fixed | {"gradients": gradients_at_step, "activations": self._bytes["transient"]}
         if sum(at_step.values()) > sum(during.values()):
             return at_step, "optimizer step"

@@ -391,13 +391,12 @@ def test_shares_of_eight_processes_of_a_real_model():
     """Qwen-Image, full, AdamW, at 1024x1024, in GiB: the whole gradient is nowhere.
 
     By hand: 20.43e9 weights in bf16, their gradients in fp32, masters and two moments are 18 bytes each, of which an
-    eighth is 42.8; two whole blocks are 1.3, the gradients of one 0.6, what a step has alive beside these 2.0. ZeRO-3
-    has a bucket of 1.9 instead of the gradients of a block.
+    eighth is 42.8; two whole blocks are 1.3, what a step has alive beside these 2.0. ZeRO-3 has a bucket of 1.9 too.
     """
     made = benchmark.dry_run("Qwen-Image", benchmark.QWEN_1024, "full", "--optimizer", "adamw")
     plan = MemoryPlan({"transformer_blocks": ("recompute",) * 60})
     found = {name: num_bytes / GIB for name, num_bytes in made.describe(plan)["per_process"].items()}
-    assert found["zero3"] == pytest.approx(48.0, rel=0.01) and found["fsdp2"] == pytest.approx(46.7, rel=0.01)
+    assert found["zero3"] == pytest.approx(48.0, rel=0.003) and found["fsdp2"] == pytest.approx(46.1, rel=0.003)
     # DDP has its buckets in bf16 all the time, and at the optimizer step sums in fp32.
     single = sum(made.training(plan.modes)[0].values()) / GIB
     assert found["ddp"] - single == pytest.approx(2 * 20.43e9 / GIB, rel=0.01)
