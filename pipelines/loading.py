@@ -4,6 +4,7 @@ The first argument of each function is the class of the transformer or scheduler
 `hub` is `revision` and `variant`, as `from_pretrained` takes them.
 """
 
+import contextlib
 import os
 import pathlib
 
@@ -35,12 +36,23 @@ _OPTIONAL = ("image_encoder", "transformer_2")
 # ---------------------------------------------------------------- pipelines
 
 
+@contextlib.contextmanager
+def built_from(files):
+    """Context or decorator: what a library stumbles over in files that are whole is a `ValueError` that names them."""
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # libraries raise many kinds
+        raise ValueError(f"its {files} cannot be understood ({type(error).__name__}: {error})") from error
+
+
 def check_pipeline(pipelines, parts, pretrained_model_name_or_path, *, revision=None, **_):
     """Check that a pipeline and its parts are of the classes that are trained, and that its configs are here.
 
     Args:
         pipelines (`tuple[type]`): That are allowed.
-        parts (`dict[str, type]`): The class of each part that has weights.
+        parts (`dict[str, tuple[type]]`): Those of each part that has weights.
 
     Returns:
         `dict`: Its model_index.json.
@@ -55,17 +67,21 @@ def check_pipeline(pipelines, parts, pretrained_model_name_or_path, *, revision=
             raise OSError(f"{root} has no model_index.json: it is no folder of a diffusers pipeline")
         check_small_file(root / "model_index.json")
     index = DiffusionPipeline.load_config(pretrained_model_name_or_path, revision=revision)
-    allowed = [pipeline.__name__ for pipeline in pipelines]
-    if (name := index.get("_class_name")) not in allowed:
-        raise ValueError(f"it is a {name}; allowed {'are' if len(allowed) > 1 else 'is'} {' and '.join(allowed)}")
-    for part, model_class in parts.items():
-        if (name := _class_of(index, part)) != model_class.__name__ and not (name is None and part in _OPTIONAL):
-            raise ValueError(f"its {part} is a {name}; allowed is {model_class.__name__}")
+    _refuse_other_classes("it", index.get("_class_name"), pipelines)
+    for part, classes in parts.items():
+        if (name := _class_of(index, part)) is not None or part not in _OPTIONAL:
+            _refuse_other_classes(f"its {part}", name, classes)
     for part in index if root.is_dir() else ():
         for path in sorted(root.glob(f"{part}/*")):
             if path.suffix in (".json", ".txt", ".model"):
                 check_small_file(path)
     return index
+
+
+def _refuse_other_classes(what, name, classes):
+    allowed = [model_class.__name__ for model_class in classes]
+    if name not in allowed:
+        raise ValueError(f"{what} is a {name}; allowed {'are' if len(allowed) > 1 else 'is'} {' and '.join(allowed)}")
 
 
 def _class_of(index, part):
@@ -80,7 +96,7 @@ def check_weights(
     """Check from headers that weights are whole, and those of the model: each tensor has a place and is cast rightly.
 
     Args:
-        parts (`dict[str, type]`): The class of each part of a pipeline that has weights.
+        parts (`dict[str, tuple[type]]`): As `check_pipeline` takes them; the first of each is what is looked for.
         reads (`list[str]`): Those that a run reads, the transformer that it trains first.
         transformer_path (`str`, *optional*): See `load_transformer`; in the place of the first.
         required (`bool`): Without it parts whose weights are not on this machine are passed over.
@@ -96,33 +112,34 @@ def check_weights(
     root = pretrained_model_name_or_path if is_here else _fetched_folder(pretrained_model_name_or_path, revision)
     digests = {}
     for part in _present(root, reads):
-        path = transformer_path if part == reads[0] else None
-        where, model_class = path or os.path.join(root, part), parts[part]
-        config = _load_config(model_class, pretrained_model_name_or_path, part, revision=revision)
-        if path is not None and not _is_single_file(path):
-            config = _load_config(model_class, path)
-        elif part == "transformer_2":
-            of_other = _load_config(model_class, pretrained_model_name_or_path, "transformer", revision=revision)
-            _refuse_unequal(config, of_other)
-        # A pipeline reads a part without the variant where it has none with it; a transformer is read alone.
-        variants = (None,) if path else (variant,) if part.startswith("transformer") else (variant, None)
-        found = (find_weights(where, model_class, of_variant) for of_variant in variants)
-        files = [path] if _is_single_file(path) else next(filter(None, found), [])
-        # What a folder holds in part is incomplete, and on the hub only not fetched yet.
-        is_enough = any if is_here or path else all
-        if not required and not (files and is_enough(map(os.path.isfile, files))):
-            continue
-        if not files:
-            raise OSError(f"there is no file of weights in {where}")
-        tensors = read_files(files)
-        if issubclass(model_class, ModelMixin):
-            skeleton = _without_memory(model_class, config, torch.float32)
-            if _is_single_file(path):
-                tensors = _renamed(skeleton, tensors)
-            tensors = check_tensors(where, tensors, skeleton)
-        else:
-            check_text_model(where, tensors, model_class, config)
-        digests[part] = digest_tensors(tensors.values())
+        with built_from(part):
+            path = transformer_path if part == reads[0] else None
+            where, model_class = path or os.path.join(root, part), parts[part][0]
+            config = _load_config(model_class, pretrained_model_name_or_path, part, revision=revision)
+            if path is not None and not _is_single_file(path):
+                config = _load_config(model_class, path)
+            elif part == "transformer_2":
+                of_other = _load_config(model_class, pretrained_model_name_or_path, "transformer", revision=revision)
+                _refuse_unequal(config, of_other)
+            # A pipeline reads a part without the variant where it has none with it; a transformer is read alone.
+            variants = (None,) if path else (variant,) if part.startswith("transformer") else (variant, None)
+            found = (find_weights(where, model_class, of_variant) for of_variant in variants)
+            files = [path] if _is_single_file(path) else next(filter(None, found), [])
+            # What a folder holds in part is incomplete, and on the hub only not fetched yet.
+            is_enough = any if is_here or path else all
+            if not required and not (files and is_enough(map(os.path.isfile, files))):
+                continue
+            if not files:
+                raise OSError(f"there is no file of weights in {where}")
+            tensors = read_files(files)
+            if issubclass(model_class, ModelMixin):
+                skeleton = _without_memory(model_class, config, torch.float32)
+                if _is_single_file(path):
+                    tensors = _renamed(skeleton, tensors)
+                tensors = check_tensors(where, tensors, skeleton)
+            else:
+                check_text_model(where, tensors, model_class, config)
+            digests[part] = digest_tensors(tensors.values())
     return digests
 
 
@@ -313,7 +330,8 @@ def load_transformer_skeleton(
                     f"the transformer in {transformer_path} has {key} {config.get(key)}, and that of the pipeline, "
                     f"which it is to replace, {of_pipeline.get(key)}"
                 )
-    return _without_memory(model_class, config, dtype)
+    with built_from(subfolder):
+        return _without_memory(model_class, config, dtype)
 
 
 def describe(transformer):
@@ -321,6 +339,7 @@ def describe(transformer):
     return {key: value for key, value in transformer.config.items() if not key.startswith("_")}
 
 
+@built_from("scheduler")
 def load_scheduler(scheduler_class, pretrained_model_name_or_path, **hub):
     """Load a scheduler, whose config says how sigmas are shifted."""
     hub.pop("variant", None)  # there are no weights to choose from

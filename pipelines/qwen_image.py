@@ -30,12 +30,12 @@ SIZE_DIVISOR = 16
 # What the stock pipeline puts before each caption, and takes off its embedding again.
 PROMPT_TEMPLATE_TOKENS = 34
 
-# What is trained, and of which classes its parts are.
+# What is trained, and of which classes its parts may be.
 PIPELINES = (QwenImagePipeline,)
 PARTS = {
-    "transformer": QwenImageTransformer2DModel,
-    "text_encoder": Qwen2_5_VLForConditionalGeneration,
-    "vae": AutoencoderKLQwenImage,
+    "transformer": (QwenImageTransformer2DModel,),
+    "text_encoder": (Qwen2_5_VLForConditionalGeneration,),
+    "vae": (AutoencoderKLQwenImage,),
 }
 
 
@@ -51,6 +51,7 @@ def load_prompt_encoder(pretrained_model_name_or_path, *, device, dtype=torch.bf
     return pipeline.to(device)
 
 
+@loading.built_from("tokenizer")
 def load_tokenizer(pretrained_model_name_or_path, **hub):
     """Load the stock pipeline with nothing but its tokenizer."""
     parts = {"text_encoder": None, "transformer": None, "vae": None}

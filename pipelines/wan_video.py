@@ -15,7 +15,7 @@ from accelerate import init_empty_weights
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from PIL import Image
-from transformers import AutoConfig, CLIPVisionConfig, CLIPVisionModel, UMT5EncoderModel
+from transformers import AutoConfig, CLIPVisionConfig, CLIPVisionModel, CLIPVisionModelWithProjection, UMT5EncoderModel
 
 from memory.checkpointing import gradient_checkpoint_forward
 from memory.plan import per_block
@@ -32,14 +32,15 @@ NEGATIVE_PROMPT = (
     "静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
 )
 
-# What is trained, and of which classes its parts are.
+# What is trained, and of which classes its parts may be.
 PIPELINES = (WanPipeline, WanImageToVideoPipeline)
 PARTS = {
-    "transformer": WanTransformer3DModel,
-    "transformer_2": WanTransformer3DModel,
-    "text_encoder": UMT5EncoderModel,
-    "vae": AutoencoderKLWan,
-    "image_encoder": CLIPVisionModel,
+    "transformer": (WanTransformer3DModel,),
+    "transformer_2": (WanTransformer3DModel,),
+    "text_encoder": (UMT5EncoderModel,),
+    "vae": (AutoencoderKLWan,),
+    # Published is the second. Read is a hidden state, which both have.
+    "image_encoder": (CLIPVisionModel, CLIPVisionModelWithProjection),
 }
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj", "ffn.net.0.proj", "ffn.net.2")
@@ -115,6 +116,7 @@ class WanVariant:
         return 3.0 if height * width <= 832 * 480 else 5.0
 
 
+@loading.built_from("config of transformer or VAE")
 def find_variant(pretrained_model_name_or_path, **hub):
     """Return the `WanVariant` of a pipeline folder or hub id, from its configs alone.
 
@@ -186,6 +188,7 @@ def load_prompt_encoder(pretrained_model_name_or_path, *, device, dtype=torch.bf
     return pipeline.to(device)
 
 
+@loading.built_from("tokenizer")
 def load_tokenizer(pretrained_model_name_or_path, **hub):
     """Load the stock pipeline with nothing but its tokenizer."""
     parts = {"text_encoder": None, "transformer": None, "transformer_2": None, "vae": None}

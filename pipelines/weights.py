@@ -20,8 +20,8 @@ from runtime.files import refuse_pointer
 
 # What loaders cast to the dtype that they are asked for. Integers would be quantised weights.
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-# The only integers that published files hold, and that no model needs any more.
-_POSITIONS = re.compile(r"(^|\.)position_ids$")
+# What published encoders hold and nothing here reads: positions, the only integers, and what CLIP compares texts with.
+_UNREAD = re.compile(r"(^|\.)position_ids$|^visual_projection\.weight$")
 
 _NUM_SAMPLED = 2048
 
@@ -46,7 +46,7 @@ def read_tensors(file):
 
 
 def check_small_file(path):
-    """Check that a config or a file of a tokenizer is here itself, and JSON where its name says so.
+    """Check that a config or a file of a tokenizer is here itself, and a JSON object where its name says so.
 
     Raises:
         ValueError: It is not.
@@ -54,9 +54,11 @@ def check_small_file(path):
     refuse_pointer(path)
     if pathlib.Path(path).suffix == ".json":
         try:
-            json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+            content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is cut short or not JSON ({error})") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} is not a JSON object")
 
 
 def find_weights(folder, model_class, variant=None):
@@ -145,10 +147,11 @@ def check_text_model(where, tensors, model_class, config):
     Raises:
         ValueError: See `check_tensors`.
     """
+    without_values = {}
     for name, tensor in tensors.items():
-        if not _POSITIONS.search(name):
+        if not _UNREAD.search(name):
             _refuse_other_dtypes(where, name, tensor)
-    without_values = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+            without_values[name] = torch.empty_like(tensor, device="meta")
     with _quiet_transformers():
         _, info = model_class.from_pretrained(
             None,
