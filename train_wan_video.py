@@ -58,7 +58,7 @@ from diffusers.training_utils import free_memory
 
 from memory.log import MemoryLog, OutOfMemory
 from pipelines import wan_video as pipeline
-from pipelines.weights import digest_tensors
+from pipelines.weights import digest_tensors, read_tensors
 from training.checkpoints import check_same_weights, describe_checkpoint, find_checkpoint
 from training.data.batches import plan_batches
 from training.data.buckets import Sizing
@@ -245,8 +245,9 @@ def fine_tune(args, accelerator, log):
         num_stages=len(experts),
     )
     check_length(args, batches.last_step, num_stages=len(experts), num_samples=batches.num_samples)
-    for stage, expert in enumerate(experts):
-        if resumed["step"] > (stage + 1) * batches.last_step and not (output_dir / expert / LORA_FILE).is_file():
+    finished = experts[: max(resumed["step"] - 1, 0) // batches.last_step]
+    for expert in finished:
+        if not (output_dir / expert / LORA_FILE).is_file():
             raise RefusedError(
                 f"--resume_from_checkpoint: the checkpoint is of a later expert, and {output_dir} does not have the "
                 f"LoRA of {expert}; resume in the --output_dir of that run."
@@ -306,6 +307,8 @@ def fine_tune(args, accelerator, log):
             check_base_of_lora(args, weights.get(places[expert]), expert=expert)
             if args.expert == "both":  # the second one starts from it later, maybe after a resume
                 weights[f"LoRA to start {expert} from"] = digest_tensors(itertools.chain(*initial[expert].values()))
+        for expert in finished:
+            weights[f"{expert}/{LORA_FILE}"] = digest_tensors(read_tensors(output_dir / expert / LORA_FILE).values())
     check_same_weights(
         args, resumed, batches, {part: digest for part, digest in weights.items() if part not in others}
     )
@@ -414,6 +417,8 @@ def fine_tune(args, accelerator, log):
                     "sigma_range": "{} to {}".format(*variant.sigma_range(expert)),
                 },
             )
+            if expert != experts[-1]:  # what the next one is trained beside
+                batches.identity["weights"][f"{expert}/{LORA_FILE}"] = digest_tensors(read_tensors(path).values())
         if validation.is_wanted:
             log.point("previews")
             validation.run(steps_before + batches.last_step, trackers)
@@ -427,7 +432,7 @@ def fine_tune(args, accelerator, log):
         wait_for_all(accelerator)
 
     for stage, expert in enumerate(experts):
-        if resumed["step"] <= (stage + 1) * batches.last_step:  # else its file is there already
+        if expert not in finished:
             train_expert(expert, stage * batches.last_step)
             free_memory()
     if accelerator.is_main_process:

@@ -185,11 +185,11 @@ def check_same_weights(args, resumed, batches, weights):
     before = resumed.get("weights", weights)
     for part in weights if args.dry_run else weights | before:
         if weights.get(part) != before.get(part):
-            now = args.transformer_path or args.pretrained_model_name_or_path
+            given = (args.pretrained_model_name_or_path, args.transformer_path, args.lora_init_path)
             raise RefusedError(
                 f"--resume_from_checkpoint {args.resume_from_checkpoint}: its run had a {part} of other weights than "
-                f"that of {now}; a resumed run goes on with those it had, which may lie elsewhere. Give them, or "
-                "start a new run."
+                f"this one has ({', '.join(filter(None, given))}); a resumed run goes on with those it had, which may "
+                "lie elsewhere. Give them, or start a new run."
             )
 
 

@@ -51,7 +51,9 @@ def read_initial_lora(args, lora_state_dict, skeleton, targets, *, expert=None):
     of_file = header.get("expert")
     if expert is not None and of_file not in (None, expert):
         raise RefusedError(f"{where} is a LoRA of the expert {of_file}, and this run trains {expert}.")
-    unplaced = [name for name in tensors if "dora_scale" in name]  # diffusers drops them with a warning
+    # What is neither of a pair nor its alpha diffusers drops, if it names it at all.
+    pairs = {name.partition(".lora_")[0] for name in tensors if ".lora_" in name}
+    unplaced = [name for name in tensors if ".lora_" not in name and name.removesuffix(".alpha") not in pairs]
     try:
         converted = {} if unplaced else lora_state_dict(dict(tensors))
     except Exception as error:  # its converters raise whatever an unknown name leads them to
@@ -109,7 +111,8 @@ def check_base_of_lora(args, weights, *, expert=None):
         base = args.transformer_path or args.pretrained_model_name_or_path
         raise RefusedError(
             f"--lora_init_path {path} was trained on other weights (of {header.get('base_model')}) than the "
-            f"transformer of {base} has; give those, which may lie anywhere, or start without it."
+            f"transformer of {base} has; give those, which may lie anywhere, or, to start from it on these all the "
+            "same, a copy of the file without base_weights in its header."
         )
 
 

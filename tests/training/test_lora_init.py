@@ -191,6 +191,32 @@ def test_unknown_names_are_refused(rename, trained, tmp_path):
     assert "have no place" in message or "in no layout" in message
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("blocks.0.norm3.diff", "blocks.0.norm3.diff_b", "blocks.0.self_attn.q.diff_b", "time_projection.1.diff_b"),
+        *("patch_embedding.diff", "head.head.alpha", "blocks.0.cross_attn.o.alpha"),
+    ],
+)
+def test_tensors_that_diffusers_would_drop_are_refused(name, trained, tmp_path):
+    """Of a Wan file in its authors' names, some without a word; of a Qwen file a strength of nothing."""
+    for family, prefix in (("wan", "diffusion_model."), ("qwen", "lora_unet_")):
+        _, path = trained(family)
+        tensors = load_file(path)
+        if family == "qwen":
+            halves = {"lora_A": "lora_down", "lora_B": "lora_up"}
+            for key in list(tensors):
+                module, half = key.removeprefix("transformer.").split(".lora_")
+                key_now = f"{prefix}{module.replace('.', '_')}.{halves['lora_' + half[0]]}.weight"
+                tensors[key_now] = tensors.pop(key)
+            save_file(tensors, tmp_path / "other.safetensors")
+            started(tmp_path / "other.safetensors", family)
+        save_file(tensors | {prefix + name: torch.tensor(1.0)}, tmp_path / "other.safetensors")
+        assert f"tensors have no place in the adapters of this run, such as {prefix}{name}" in refused(
+            tmp_path / "other.safetensors", family
+        )
+
+
 @pytest.mark.parametrize("header", ["no json", "[1]"])
 def test_a_header_that_is_no_json_object_is_refused(header, trained, tmp_path):
     _, path = trained("wan")
@@ -223,10 +249,11 @@ def test_the_base_that_a_file_names_is_that_of_the_run(trained):
     check_base_of_lora(args, "a" * 64)
     check_base_of_lora(args, None)
     with pytest.raises(
-        RefusedError, match=r"trained on other weights \(of Qwen/Qwen-Image\) than .* of somewhere has"
+        RefusedError,
+        match=r"trained on other weights \(of Qwen/Qwen-Image\) than .* of somewhere has.*without base_weights in its",
     ):
         check_base_of_lora(args, "b" * 64)
-    trained("qwen")  # of a version that did not say
+    trained("qwen")  # of a version that did not say, or a copy without it
     check_base_of_lora(args, "b" * 64)
 
 
