@@ -242,6 +242,7 @@ def test_each_expert_is_trained_on_its_own_side(family, boundary, shift, train):
     flags = [] if shift == "default" else ["--sigma_shift", str(shift)]
     tiny = ["--height", "32", "--width", "32", "--num_frames", "5", "--mixed_precision", "no", "--lora_rank", "1"]
     tiny += ["--train_batch_size", "20", "--max_train_steps", "20", "--logging_steps", "20", "--expert", "both"]
+    tiny += ["--dataset_repeat", "20"]  # an epoch is three whole batches
     lines = metrics(train(family, *tiny, *flags))
     shift = 5.0 if shift == "default" else shift
     for expert, low, high in (("high_noise", boundary, 1.0), ("low_noise", 0.0, boundary)):
