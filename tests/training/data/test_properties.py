@@ -23,11 +23,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from runtime.files import write_json_lines
 from training.data.buckets import Sizing
 from training.data.images import inspect_rows
 from training.data.metadata import read_rows
 from training.errors import exit_codes
-from training.files import write_json_lines
 
 
 FOLDER = "my data"
