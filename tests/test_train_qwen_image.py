@@ -158,8 +158,10 @@ def test_same_bytes_when_the_inputs_are_really_parked(lora_run, script, tiny_qwe
     script("-c", program, *required, *LORA, "--use_gradient_checkpointing_offload")
     assert all(line["offloaded_bytes"] > 0 for line in metrics(tmp_path))
     measured = json.loads((tmp_path / "run.json").read_text())["measured"]
-    parking = measured["parking"]  # of two micro-batches, one after the other
-    assert parking["bytes_to_host"] == metrics(tmp_path)[-1]["offloaded_bytes"] == 2 * measured["parked_bytes"]
+    parking = measured["parking"]
+    assert parking["bytes_to_host"] == metrics(tmp_path)[-1]["offloaded_bytes"]
+    # Of one micro-batch, of which a whole step has two; the last step of an epoch has one of a single sample.
+    assert metrics(tmp_path)[-2]["offloaded_bytes"] == 2 * measured["parked_bytes"] > 2 * parking["bytes_to_host"]
     assert parking["blocks_refused"] == 0 and parking["pool_peak_bytes"] >= measured["parked_bytes"]
     assert (tmp_path / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
 

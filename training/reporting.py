@@ -57,7 +57,7 @@ class RunRecord:
     """
 
     def __init__(self, accelerator, args, log, plan, forecast, items, batches, *, num_tokens):
-        self.log = log
+        self.log, self.batches = log, batches
         self.output_dir = pathlib.Path(args.output_dir)
         # That of torch with its build, which the metadata of its CUDA wheels lack.
         versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -97,13 +97,16 @@ class RunRecord:
         steps, watched = read_metrics(self.output_dir / "metrics.jsonl"), self.log.watched
         device_peak_bytes = max((step["device_peak_bytes"] or 0 for step in steps), default=0)
         phases = self.log.phases()
+        # Not of the first step of a transformer, in which shared tensors are not known yet. A step has as many
+        # micro-batches as the first one, or fewer.
+        parked = [step["offloaded_bytes"] for step in steps if (step["step"] - 1) % self.batches.last_step]
+        parked_bytes = max(parked or [steps[-1]["offloaded_bytes"]]) // len(self.batches.micro_batches(1))
         measured = {
             "training_peak_bytes": device_peak_bytes or (watched and watched.peak_bytes) or None,
             "peak_phase": max(phases, key=phases.get, default=None),
             "phases": phases,
             "by_category": watched.by_category if watched else {},
-            # Of one forward pass, and not of the first, in which shared tensors are not known yet.
-            "parked_bytes": steps[-1]["offloaded_bytes"] // self.content["arguments"]["gradient_accumulation_steps"],
+            "parked_bytes": parked_bytes,  # of one forward pass
             "host_bytes": self._host_bytes(max(step["host_rss_bytes"] for step in steps)),
             "parking": {**(self.log.parking or {}), "pool_peak_bytes": offload.counters()["pool_peak_bytes"]},
             "data": self.log.data,
@@ -228,7 +231,7 @@ class Metrics:
 
         Args:
             step (`int`)
-            loss (`torch.Tensor`, a scalar): Mean over this process's part of the global batch.
+            loss (`torch.Tensor`, a scalar): Its mean over the processes is that over the samples of the step.
             sample_losses (`torch.Tensor`): Of each sample of that part.
             lr (`float`)
             grad_norm (`torch.Tensor`, a scalar): Before clipping, of the whole gradient.
