@@ -125,8 +125,8 @@ def time_start(folder):
     args = types.SimpleNamespace(
         train_batch_size=4, gradient_accumulation_steps=1, seed=0, max_train_steps=None, num_train_epochs=1
     )
-    plan, last_step = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
-    for step in range(1, last_step + 1):
+    plan = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
+    for step in range(1, plan.last_step + 1):
         plan.step(step)
     planned = time.perf_counter()
     print(

@@ -1,12 +1,13 @@
 """The benchmarks that no other test runs still run, at their smallest."""
 
+import json
 import operator
 import re
 
 import pytest
 
 import train_qwen_image
-from benchmarks import startup
+from benchmarks import data_loading, startup
 
 
 @pytest.mark.slow
@@ -21,6 +22,12 @@ def test_data_loading(script):
     done = script("benchmarks/data_loading.py", *flags, timeout=300)
     assert len(re.findall(r"^(?:Qwen|Wan).* [0-9.]+% ", done.stdout, re.MULTILINE)) == 12
     assert 'second start {"rows": 50' in done.stdout
+
+
+def test_the_start_of_a_run_over_rows(tmp_path, capsys):
+    data_loading.make_rows(tmp_path, 5)
+    data_loading.time_start(tmp_path)
+    assert json.loads(capsys.readouterr().out)["rows"] == 5
 
 
 def test_every_phase_of_the_startup_is_a_function():

@@ -176,9 +176,9 @@ def _say_repeats_in_names(rows, dataset):
     found = [name for name in folders if re.match(r"[0-9]{1,3}_.", name) and int(name.split("_")[0]) != repeat]
     if found:
         logger.warning(
-            "%s: numbers in names of folders, as kohya's repeats, are not taken: each item comes %d times in an "
-            "epoch, by --dataset_repeat. Folders with repeats of their own can stand in `datasets` of a --config "
-            "file.\n%s",
+            "%s: the numbers in the names of these folders, repeats in kohya's scripts, are not taken: an epoch has "
+            "each item as often as --dataset_repeat says (%d). Folders with repeats of their own can stand in "
+            "`datasets` of a --config file.\n%s",
             dataset["dataset_path"],
             repeat,
             first_five(found),
