@@ -31,6 +31,8 @@ RESERVED_BYTES = GIB
 
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2")
 
+_MEMORY_SWITCHES = ("use_gradient_checkpointing", "use_gradient_checkpointing_offload")
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -437,13 +439,13 @@ class RunForecast:
 
     def _by_mode(self):
         """Return the training peak of each mode for all blocks."""
-        plans = {}
-        for name, flag in (("keep", None), ("recompute", ""), ("park", "_offload")):
-            flags = dict.fromkeys(("use_gradient_checkpointing", "use_gradient_checkpointing_offload"), False)
-            if flag is not None:
-                flags[f"use_gradient_checkpointing{flag}"] = True
-            plans[name] = MemoryPlan.from_args(_changed(self.args, **flags, checkpoint_blocks=None), self.block_lists)
-        return {name: sum(self.training(plan.modes)[0].values()) for name, plan in plans.items()}
+        flags = zip(("keep", "recompute", "park"), (None, *_MEMORY_SWITCHES), strict=True)
+        return {mode: sum(self.training(self._plan_with(flag).modes)[0].values()) for mode, flag in flags}
+
+    def _plan_with(self, flag):
+        """Return the `MemoryPlan` of all blocks with one of the switches, or with none."""
+        flags = {name: name == flag for name in _MEMORY_SWITCHES}
+        return MemoryPlan.from_args(_changed(self.args, **flags, checkpoint_blocks=None), self.block_lists)
 
     def suggestions(self, plan, phase=None):
         """Return the settings that would lower a peak, as (what to set, bytes that it saves), best first.
@@ -464,11 +466,8 @@ class RunForecast:
     def _alternatives(self, plan):
         args = self.args
         if args.memory_budget is None:
-            for name in ("use_gradient_checkpointing", "use_gradient_checkpointing_offload"):
-                flags = {"use_gradient_checkpointing": False, "use_gradient_checkpointing_offload": False}
-                changed = _changed(args, **flags | {name: True}, checkpoint_blocks=None)
-                other = MemoryPlan.from_args(changed, self.block_lists)
-                if other != plan:
+            for name in _MEMORY_SWITCHES:
+                if (other := self._plan_with(name)) != plan:
                     yield f"--{name}", self, other.modes
         if args.bucket_config is None:
             yield from self._smaller_batches(plan)
@@ -487,11 +486,8 @@ class RunForecast:
                 name: (tuple(rank if side == args.lora_rank else side for side in shape), dtype)
                 for name, (shape, dtype) in self.parameters.items()
             }
-            yield (
-                f"--lora_rank {rank}",
-                self._with(args=_changed(args, lora_rank=rank), parameters=parameters),
-                plan.modes,
-            )
+            other = self._with(args=_changed(args, lora_rank=rank), parameters=parameters)
+            yield f"--lora_rank {rank}", other, plan.modes
 
     def _smaller_batches(self, plan):
         args = self.args
@@ -506,11 +502,8 @@ class RunForecast:
         yield text, self._with(records=[{"used": largest | {"size": smaller}}], held_out=[]), plan.modes
         if largest["frames"] > 5:
             frames = (largest["frames"] // 2 - 1) // 4 * 4 + 1
-            yield (
-                f"--num_frames {frames}",
-                self._with(records=[{"used": largest | {"frames": frames}}], held_out=[]),
-                plan.modes,
-            )
+            other = self._with(records=[{"used": largest | {"frames": frames}}], held_out=[])
+            yield f"--num_frames {frames}", other, plan.modes
 
     def _with(self, **changes):
         """Return the forecast of another run, with what the change leaves as it is."""

@@ -1,16 +1,10 @@
 """The paths that a run is given: which must be there, which may be on the hub, which must not lie in each other."""
 
 import fnmatch
+import itertools
 import os
 
-from huggingface_hub import HfApi, is_offline_mode, try_to_load_from_cache
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, errors, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.utils import validate_repo_id
 
 from training.errors import RefusedError
@@ -80,7 +74,7 @@ def is_hub_id(text):
     """Return whether a text can be a hub id, `name` or `owner/name`; else it is a path and nothing else."""
     try:
         validate_repo_id(text)
-    except HFValidationError:
+    except errors.HFValidationError:
         return False
     return True
 
@@ -98,13 +92,13 @@ def why_not_on_hub(name, kind, revision=None):
         return f"{here}, it was not fetched from the hub before, and HF_HUB_OFFLINE=1 keeps it from being asked for"
     try:
         api.repo_info(name, repo_type=kind, revision=revision, timeout=10)
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         return f"{here}, and no {kind} of that name on {api.endpoint} (or only for those who are logged in)"
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         return f"{here}, and the {kind} of that name on {api.endpoint} has no revision {revision}"
-    except (HTTPError, OSError) as error:
+    except (errors.HTTPError, OSError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, HfHubHTTPError):
+        if isinstance(error, errors.HfHubHTTPError):
             return f"{here}, and {api.endpoint} does not give it: {reason}"
         return f"{here}, and the hub cannot be reached to look for it there ({api.endpoint}: {reason})"
     return None
@@ -118,18 +112,16 @@ def _check_folders(args, read):
     walked = [entry for entry in read if "_metadata" not in entry[0] and "lora_init" not in entry[0]]
     if args.resume_from_checkpoint not in (None, "latest"):
         walked.append(("--resume_from_checkpoint", args.resume_from_checkpoint))
-    for setting, place in written:
-        for other, folder in walked:
-            parts = _parts_inside(place, folder)
-            if parts == [] and other == "--resume_from_checkpoint":
-                continue  # it is no checkpoint, which is refused later
-            # Names with a leading dot are looked at by nobody.
-            if parts is not None and not any(part.startswith(".") for part in parts):
-                lies = f"lies in {other} {folder}" if parts else f"is {other} {folder}"
-                raise RefusedError(
-                    f"{setting} {place} {lies}: the next run would find the files of this one among those that it "
-                    "reads; give a folder outside of it."
-                )
+    for (setting, place), (other, folder) in itertools.product(written, walked):
+        parts = _parts_inside(place, folder)
+        if parts == [] and other == "--resume_from_checkpoint":
+            continue  # it is no checkpoint, which is refused later
+        # Names with a leading dot are looked at by nobody.
+        if parts is not None and not any(part.startswith(".") for part in parts):
+            raise RefusedError(
+                f"{setting} {place} {'lies in' if parts else 'is'} {other} {folder}: the next run would find the "
+                "files of this one among those that it reads; give a folder outside of it."
+            )
     # Of what is read the result of this run must replace nothing.
     names = (*_RUN_FILES, *_RESULTS[args.training_mode])
     for setting, path in [*read, written[1]]:

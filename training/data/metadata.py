@@ -179,9 +179,7 @@ def _say_repeats_in_names(rows, dataset):
             "%s: the numbers in the names of these folders, repeats in kohya's scripts, are not taken: an epoch has "
             "each item as often as --dataset_repeat says (%d). Folders with repeats of their own can stand in "
             "`datasets` of a --config file.\n%s",
-            dataset["dataset_path"],
-            repeat,
-            first_five(found),
+            *(dataset["dataset_path"], repeat, first_five(found)),
         )
 
 
@@ -312,9 +310,7 @@ def _judge_captions(items, name, allow_missing_captions, media_suffixes, hint=""
         logger.warning(
             "%s: captions: %s; write them, or pass --allow_missing_captions to train these items on an empty "
             "caption.%s",
-            name,
-            counts,
-            hint,
+            *(name, counts, hint),
         )
     return rows
 
@@ -474,10 +470,7 @@ def _sidecar_items(folder, files, media_suffixes, frame_folders):
             captions[key] = _read_text(os.path.join(folder, text), text)
         except RefusedError as error:
             captions[key], problems[key] = "", str(error)
-    beside = {}
-    for name in files:
-        if _suffix(name) != ".txt":
-            beside.setdefault(_stem(name), name)
+    beside = {_stem(name): name for name in reversed(files) if _suffix(name) != ".txt"}
     orphans = [
         f"{name} (beside {beside[key]}, which is no image or clip by its ending)" if key in beside else name
         for key, names in texts.items()
@@ -828,11 +821,10 @@ def _hub_items(name, folder, saved, given_columns, allow_missing_captions, media
     if folder and ("::" in real or not saved and os.path.expandvars(real) != real):
         raise RefusedError(f"{name} cannot be loaded: the library for it takes '::' and '$' in {real} for its own.")
     try:
-        data = (
-            datasets.load_from_disk(folder)
-            if saved
-            else datasets.load_dataset(str(folder or name), **_not_as_pattern(folder))
-        )
+        if saved:
+            data = datasets.load_from_disk(folder)
+        else:
+            data = datasets.load_dataset(str(folder or name), **_not_as_pattern(folder))
     except Exception as error:  # the library, the hub and pyarrow each have their own, without a common base
         absent = "" if folder else "is not a folder here and "
         raise RefusedError(
