@@ -94,7 +94,7 @@ def main():
         args = parse_args(flags.split(), description="", values=FAMILY)
         accelerator = start_accelerator(args)
         optimizer_class, arguments = find_optimizer(args, accelerator.device)
-        order, last_step = plan_batches(args, items, accelerator.num_processes, resumed={"step": 0}, model={})
+        order = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
         batches = [
             collate([dataset[1, 0, index], dataset[1, 1, index + 1]]) for index in range(0, NUM_ITEMS, BATCH_SIZE)
         ]
@@ -108,9 +108,8 @@ def main():
                 order,
                 args,
                 log=MemoryLog(),
-                optimizer_class=optimizer_class,
-                optimizer_arguments=arguments,
-                steps=range(1, last_step + 1),
+                optimizer=(optimizer_class, arguments),
+                steps=range(1, order.last_step + 1),
             )
             accelerator.free_memory()
             lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
