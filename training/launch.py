@@ -91,12 +91,7 @@ def start_accelerator(args):
             f"{os.environ['WORLD_SIZE']} processes were started, but Accelerate found no accelerator and would train "
             "in each of them alone; on CPUs set ACCELERATE_USE_CPU=true."
         )
-    if accelerator.distributed_type not in (
-        DistributedType.NO,
-        DistributedType.MULTI_CPU,
-        DistributedType.MULTI_GPU,
-        DistributedType.DEEPSPEED,
-    ):
+    if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED"):
         raise RefusedError(
             f"distributed_type {accelerator.distributed_type.value} in the Accelerate config is not supported; "
             "allowed are NO, MULTI_GPU, MULTI_CPU and DEEPSPEED."

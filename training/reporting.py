@@ -288,14 +288,9 @@ class Metrics:
         num_samples = self.batches.samples_before(last + 1) - self.batches.samples_before(first)
         seconds = sum(record["seconds"] for record in records)
         peaks = [record["device_peak_bytes"] or record["host_rss_bytes"] for record in records]
-        self.bar.set_postfix(
-            {
-                "loss": f"{losses[-1]:.4f}",
-                "lr": f"{records[-1]['lr']:.2e}",
-                "samples/s": f"{num_samples / seconds:.3g}",
-                "memory": f"{max(peaks) / 2**30:.1f} GiB",
-            }
-        )
+        shown = {"loss": f"{losses[-1]:.4f}", "lr": f"{records[-1]['lr']:.2e}"}
+        shown |= {"samples/s": f"{num_samples / seconds:.3g}", "memory": f"{max(peaks) / 2**30:.1f} GiB"}
+        self.bar.set_postfix(shown)
 
     def _check(self, record, loss, norm, sample_losses, may_be_bad):
         """Raise if the numbers of a step are not finite, or warn if that may be."""
