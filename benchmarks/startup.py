@@ -34,11 +34,12 @@ FLAGS = "--height 256 --width 256 --max_train_steps 12 --mixed_precision no --lo
 PHASES = {
     "Accelerate": ("start_accelerator",),
     "configs, tokenizer": ("load_transformer_skeleton", "load_scheduler", "load_tokenizer", "find_optimizer"),
+    "weights checked": ("check_weights", "fetch_weights", "check_base_of_lora", "check_same_weights"),
     "dataset": ("read_datasets", "inspect_rows", "plan_batches", "count_caption_tokens"),
     "digests, cache": ("weights_identity", "plan_encodings"),
     "forecast": ("plan_memory", "RunRecord"),
     "encoding": ("encode_missing", "encoded_dataset"),
-    "transformer": ("check_weights", "load_transformer", "make_trainable"),
+    "transformer": ("load_transformer", "make_trainable"),
     "training": ("train",),
     "result, loaded back": ("save_result", "check_result"),
     "figures, record": ("RunRecord.finish",),
