@@ -529,7 +529,7 @@ def without_content(module):
 
     def fake(tensor):
         if id(tensor) not in fakes:
-            fakes[id(tensor)] = torch.empty_like(tensor, device="cpu")
+            fakes[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
                 fakes[id(tensor)] = nn.Parameter(fakes[id(tensor)], requires_grad=tensor.requires_grad)
         return fakes[id(tensor)]

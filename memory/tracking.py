@@ -41,14 +41,15 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        made = False
-        for tensor in _tensors((result,)):
-            if tensor.untyped_storage()._cdata not in self._known:
-                # A view, perhaps, of what was made before, or by what this mode does not see.
-                for source in _tensors((*args, *kwargs.values())):
-                    self._see(source, None)
-                made |= self._see(tensor, self.category)
-        if made:
+        known = self._known
+        new = [tensor for tensor in _tensors((result,)) if tensor.untyped_storage()._cdata not in known]
+        if not new:
+            return result
+        # Views, perhaps, of what was made before, or by what this mode does not see.
+        for source in _tensors((*args, *kwargs.values())):
+            self._see(source, None)
+        counted = [self._see(tensor, self.category) for tensor in new]
+        if any(counted):
             self._note_peak()
             if self.on_change is not None:
                 self.on_change(self)

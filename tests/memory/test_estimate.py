@@ -193,6 +193,17 @@ def test_several_block_lists(side, blocks):
     assert profile.peak(plan).num_bytes == pytest.approx(live.peak_bytes, rel=0.006)
 
 
+def test_each_tensor_of_an_operation_on_lists_is_looked_at_once(monkeypatch):
+    """Compared with their number: clipping takes the norms of all gradients in one operation."""
+    looked_at, see = [], LiveBytes._see
+    monkeypatch.setattr(LiveBytes, "_see", lambda live, tensor, _: looked_at.append(tensor) or see(live, tensor, _))
+    gradients = [torch.ones(16) for _ in range(100)]
+    with LiveBytes() as live:
+        norms = torch._foreach_norm(gradients)
+        assert live.live_bytes == 4 * len(norms)
+    assert len(looked_at) == 2 * len(gradients)
+
+
 # ---------------------------------------------------------------- what accelerators do otherwise
 
 
