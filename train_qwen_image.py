@@ -9,6 +9,7 @@ Runnable settings for each model: scripts/qwen_image/.
 
 import gc
 import logging
+import os
 import sys
 
 from training.arguments import check_length, parse_args
@@ -32,8 +33,10 @@ FAMILY = {
     "num_inference_steps": 50,
 }
 
-# bitsandbytes, if it is installed, warns at import of CPU kernels that nothing here uses.
+# bitsandbytes, if it is installed, warns at import of CPU kernels that nothing here uses, and loads torch's compiler,
+# which nothing here uses either.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 if __name__ == "__main__":
     # Before torch is imported, so that a typo is answered at once.

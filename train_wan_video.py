@@ -9,6 +9,7 @@ Runnable settings for each model: scripts/wan_video/.
 
 import gc
 import logging
+import os
 import sys
 
 from training.arguments import check_length, parse_args, resolve_for_model
@@ -34,8 +35,10 @@ FAMILY = {
     "num_inference_steps": "50 (A14B: 40)",
 }
 
-# bitsandbytes, if it is installed, warns at import of CPU kernels that nothing here uses.
+# bitsandbytes, if it is installed, warns at import of CPU kernels that nothing here uses, and loads torch's compiler,
+# which nothing here uses either.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # transformers warns at import that without torchvision it resizes pictures for CLIP by Pillow, as it is to.
 logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
 

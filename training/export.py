@@ -277,7 +277,7 @@ def check_lora(pipeline, path, predict, *, dtype, subfolder="transformer"):
         subfolder (`str`): What the pipeline calls the transformer.
 
     Returns:
-        `dict` with `layers` and `relative_change`, how much the LoRA changes the output.
+        `dict` with `layers` and `relative_change`, how much that of the file changes the output.
 
     Raises:
         FailedError: A layer is missing, has another strength, or the LoRA changes nothing.
@@ -286,7 +286,6 @@ def check_lora(pipeline, path, predict, *, dtype, subfolder="transformer"):
     trained = {}
     for name, layer in lora_layers(transformer).items():
         trained[name] = _factors(layer, ADAPTER_NAME)
-    trained_output = predict()
     transformer.unload_lora()
     base_output = predict()
 
@@ -316,7 +315,7 @@ def check_lora(pipeline, path, predict, *, dtype, subfolder="transformer"):
                 "the trained one."
             )
     output = predict()
-    change = float((trained_output.float() - base_output.float()).norm() / base_output.float().norm())
+    change = float((output.float() - base_output.float()).norm() / base_output.float().norm())
     if torch.equal(output, base_output):
         raise FailedError(f"{path.name} changes nothing: the output with it is that of the base model.")
     return {"layers": len(loaded), "relative_change": change}

@@ -12,7 +12,6 @@ import logging
 import math
 import pathlib
 
-import av
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from accelerate.utils import send_to_device
@@ -317,6 +316,8 @@ def write_clip(path, frames, fps):
     Args:
         path (`pathlib.Path`), frames (`list[PIL.Image.Image]`), fps (`float`)
     """
+    import av
+
     rate = fractions.Fraction(fps).limit_denominator(1001)
     with av.open(str(path), "w") as container:
         width, height = frames[0].size

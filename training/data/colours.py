@@ -11,7 +11,6 @@ import io
 import logging
 import struct
 
-import av
 import numpy as np
 from PIL import ExifTags
 
@@ -183,6 +182,8 @@ def _png_profile(image):
 
 
 def _avif_profile(image):
+    import av
+
     # Its decoder applies matrix and range, and says nothing of the rest.
     try:
         with av.open(io.BytesIO(image.fp.read()), options={"format_whitelist": "mov"}) as container:

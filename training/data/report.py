@@ -5,7 +5,6 @@ import pathlib
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
-import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
@@ -67,7 +66,9 @@ def draw_contact_sheet(path, items, read):
     with ThreadPoolExecutor(4) as pool:
         pictures = list(pool.map(lambda item: _thumbnail(item, read), items))
     # DejaVu comes with matplotlib and knows more letters than Pillow's own.
-    font = ImageFont.truetype(str(pathlib.Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf")), 11)
+    from matplotlib import get_data_path
+
+    font = ImageFont.truetype(str(pathlib.Path(get_data_path(), "fonts/ttf/DejaVuSans.ttf")), 11)
     columns = min(_SHEET_COLUMNS, len(items))
     rows = -(-len(items) // columns)
     height = _CELL + 16 * (_CAPTION_LINES + 1)
