@@ -2,7 +2,10 @@
 
 import json
 import operator
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -34,6 +37,16 @@ def test_every_phase_of_the_startup_is_a_function():
     for name in (name for names in startup.PHASES.values() for name in names):
         owner = train_qwen_image if hasattr(train_qwen_image, name.split(".")[0]) else train_qwen_image.pipeline
         assert callable(operator.attrgetter(name)(owner)), name
+
+
+def test_a_run_imports_nothing_that_it_may_not_need():
+    """bitsandbytes loads torch's compiler unless told not to; clips and figures have libraries of their own."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    command = [sys.executable, "-c", "import sys, train_qwen_image; print(*sys.modules)"]
+    done = subprocess.run(command, cwd=startup.ROOT, env=environment, capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert "diffusers" in imported
+    assert not imported & {"torch._inductor.compile_fx", "matplotlib", "av", "datasets"}
 
 
 @pytest.mark.slow
