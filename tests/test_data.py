@@ -167,10 +167,11 @@ def test_what_changes_is_encoded_anew_and_said(train, data, encoded, caplog, tmp
     assert len(again("--width", "48")[0]["media"]) == 5, "once for the twins"
     assert "5 media whose size, frames or part changed" in caplog.text
     assert again("--seed", "7", "--learning_rate", "1e-2", "--caption_dropout", "0.5")[0] == {"captions": [" "]}
-    for entry in list((tmp_path / "cache" / "media").glob("*/*"))[:2]:
+    for entry in (tmp_path / "cache" / "media").glob("*/*"):
         entry.write_bytes(entry.read_bytes()[:-5])
     again(), again("--width", "48")
-    assert all(map(encoding.is_complete, (tmp_path / "cache" / "media").glob("*/*")))
+    # Five of each width; that of a file which is no longer there stays as it is.
+    assert sum(map(encoding.is_complete, (tmp_path / "cache" / "media").glob("*/*"))) == 10
 
 
 def test_a_dry_run_does_not_count_as_encoding(train, data, caplog, tmp_path):

@@ -213,7 +213,8 @@ def agreed(accelerator, look, describe=lambda value: {}, patience_seconds=0):
             try:
                 value = look()
                 for name, part in describe(value).items():
-                    text = json.dumps(part, sort_keys=True, default=lambda path: path.name)
+                    # A file by its name; a default that is not known yet by nothing.
+                    text = json.dumps(part, sort_keys=True, default=lambda value: getattr(value, "name", None))
                     digests[name] = hashlib.sha256(text.encode()).hexdigest()
             except RefusedError as error:
                 problem = str(error)

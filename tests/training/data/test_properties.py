@@ -169,8 +169,11 @@ def encode(text, encoding):
 
 
 def kept(caption):
-    """Returns a caption by the documented rule: a mark at the start and line ends at the end are dropped."""
-    return caption.lstrip("\ufeff").rstrip("\r\n")
+    """Returns a caption by the documented rule: line feeds for line ends, and no blanks or marks around it."""
+    caption = caption.replace("\r\n", "\n").replace("\r", "\n")
+    while (shorter := caption.strip().strip("\ufeff")) != caption:
+        caption = shorter
+    return caption
 
 
 def problems_of_caption(dataset, caption):
