@@ -35,10 +35,8 @@ FAMILY = {
     "num_inference_steps": "50 (A14B: 40)",
 }
 
-# bitsandbytes, if it is installed, warns at import of CPU kernels that nothing here uses, and loads torch's compiler,
-# which nothing here uses either.
+# bitsandbytes, if it is installed, warns at import of CPU kernels that nothing here uses.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # transformers warns at import that without torchvision it resizes pictures for CLIP by Pillow, as it is to.
 logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
 
@@ -48,6 +46,8 @@ if __name__ == "__main__":
         end_with_launcher()
         args = parse_args(sys.argv[1:], description=__doc__, values=FAMILY, resolve=False)
     interrupt_quietly()
+    if "." not in args.optimizer:  # bitsandbytes would load torch's compiler, which only a class of one's own may use
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     gc.disable()  # the imports to come make many objects, and no garbage worth the search
 
 import dataclasses

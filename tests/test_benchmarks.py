@@ -39,14 +39,26 @@ def test_every_phase_of_the_startup_is_a_function():
         assert callable(operator.attrgetter(name)(owner)), name
 
 
-def test_a_run_imports_nothing_that_it_may_not_need():
-    """bitsandbytes loads torch's compiler unless told not to; clips and figures have libraries of their own."""
+@pytest.mark.parametrize("optimizer", ["adamw", "torch.optim.SGD"])
+def test_a_run_imports_nothing_that_it_may_not_need(optimizer, tmp_path):
+    """Clips and figures have libraries of their own, and only an optimizer of the user's own may use torch's compiler,
+    which bitsandbytes loads unless told not to.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
-    command = [sys.executable, "-c", "import sys, train_qwen_image; print(*sys.modules)"]
-    done = subprocess.run(command, cwd=startup.ROOT, env=environment, capture_output=True, text=True, check=True)
-    imported = set(done.stdout.split())
-    assert "diffusers" in imported
-    assert not imported & {"torch._inductor.compile_fx", "matplotlib", "av", "datasets"}
+    flags = [
+        "--pretrained_model_name_or_path",
+        tmp_path / "none",
+        "--dataset_path",
+        tmp_path,
+        "--optimizer",
+        optimizer,
+    ]
+    command = [sys.executable, "-X", "importtime", "train_qwen_image.py", *flags, "--output_dir", tmp_path / "out"]
+    done = subprocess.run(list(map(str, command)), cwd=startup.ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "there is no such folder" in done.stderr
+    imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
+    assert "diffusers" in imported and not imported & {"matplotlib", "av", "datasets"}
+    assert ("torch._inductor.compile_fx" in imported) == (optimizer != "adamw")
 
 
 @pytest.mark.slow
