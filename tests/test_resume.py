@@ -1,5 +1,6 @@
 """A run that was killed and resumed cannot be told from one that never stopped; a file is complete or absent."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -269,8 +270,9 @@ class Moments:
         begin, num_files = time.time_ns(), self.random.randint(0, 6)
 
         def is_there(path):
-            # Not one that an earlier kill has left.
-            return path.stat().st_mtime_ns > begin and len(list(path.iterdir())) >= num_files
+            # Not one that an earlier kill has left, nor one that is just being renamed.
+            with contextlib.suppress(FileNotFoundError):
+                return path.stat().st_mtime_ns > begin and len(list(path.iterdir())) >= num_files
 
         process.until(lambda: any(map(is_there, self.folder.glob("checkpoint-*.tmp"))))
 
@@ -536,7 +538,7 @@ def test_signal_in_the_last_step_saves_too(step, train, lora_run, tmp_path, monk
 
 
 def test_second_interrupt_ends_at_once(start, tmp_path):
-    process = start(tmp_path, *LORA, "--gradient_accumulation_steps", "300")  # a step takes long
+    process = start(tmp_path, *LORA, "--gradient_accumulation_steps", "300", "--dataset_repeat", "300")  # long steps
     process.until(lambda: (tmp_path / "metrics.jsonl").exists())
     time.sleep(0.3)
     process.signal(signal.SIGINT)

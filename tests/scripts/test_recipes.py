@@ -348,7 +348,7 @@ def test_memory_in_the_header_is_what_the_benchmark_forecasts(recipe, request):
     memory = text[text.index("# Memory") :]
     sizes = [size for size in MODELS[model][2] if "{}x{}".format(*size[:2]) in memory]
     batch = re.search(r"(\d+) pictures of", memory)
-    flags = ["--train_batch_size", batch[1]] if batch else []
+    flags = ["--train_batch_size", batch[1], "--dataset_repeat", batch[1]] if batch else []
     forecast = dry_run(model, sizes[0], mode, *flags)
     predictions = [predict(model, size, mode, *flags) for size in sizes]
     assert sum(parameter.numel() for parameter in forecast.skeleton.parameters()) == NUM_PARAMETERS[model]

@@ -206,6 +206,7 @@ def test_interrupted_while_importing(script, tmp_path):
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # also where these tests run behind &
     )
     said(tmp_path, str.isdigit)
     process.send_signal(signal.SIGINT)
