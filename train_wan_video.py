@@ -12,8 +12,8 @@ import logging
 import os
 import sys
 
+from runtime.errors import end_with_launcher, exit_codes, interrupt_quietly
 from training.arguments import check_length, parse_args, resolve_for_model
-from training.errors import end_with_launcher, exit_codes, interrupt_quietly
 
 
 # What the help text says; the values themselves depend on the model and stand in its `WanVariant`.
@@ -59,14 +59,11 @@ import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from diffusers.training_utils import free_memory
 
-from memory.log import MemoryLog, OutOfMemory
-from pipelines import wan_video as pipeline
-from pipelines.weights import digest_tensors, read_tensors
-from training.checkpoints import check_same_weights, describe_checkpoint, find_checkpoint
-from training.data.batches import plan_batches
-from training.data.buckets import Sizing
-from training.data.cache import Cache
-from training.data.encoding import (
+from blockwise.log import MemoryLog, OutOfMemory
+from dataset.batches import plan_batches
+from dataset.buckets import Sizing
+from dataset.cache import Cache
+from dataset.encoding import (
     check_room,
     count_caption_tokens,
     encode_missing,
@@ -75,15 +72,19 @@ from training.data.encoding import (
     read_unchanged,
     weights_identity,
 )
-from training.data.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, describe_rows, read_datasets
-from training.data.report import draw_contact_sheet
-from training.data.videos import inspect_clips, read_clip
-from training.errors import RefusedError, refuse_unreadable_model
+from dataset.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, describe_rows, read_datasets
+from dataset.report import draw_contact_sheet
+from dataset.videos import inspect_clips, read_clip
+from pipelines import wan_video as pipeline
+from pipelines.weights import digest_tensors, read_tensors
+from runtime.errors import RefusedError, refuse_unreadable_model
+from runtime.processes import agreed, wait_for_all
+from training.checkpoints import check_same_weights, describe_checkpoint, find_checkpoint
 from training.export import LORA_FILE, check_result, load_result, save_result
 from training.flow_matching import sigma_law
 from training.forecast import Launch, RunForecast, plan_memory
 from training.hub import open_repository, push
-from training.launch import agreed, start_accelerator, wait_for_all
+from training.launch import start_accelerator
 from training.loop import train
 from training.lora_init import check_base_of_lora, read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train

@@ -26,12 +26,12 @@ from PIL import Image
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from training.data.batches import BatchPlan, TrainingDataset, load_batches, plan_batches  # noqa: E402
-from training.data.buckets import Sizing  # noqa: E402
-from training.data.cache import Cache, write_entry  # noqa: E402
-from training.data.encoding import read_sample  # noqa: E402
-from training.data.images import inspect_rows  # noqa: E402
-from training.data.metadata import read_rows  # noqa: E402
+from dataset.batches import BatchPlan, TrainingDataset, load_batches, plan_batches  # noqa: E402
+from dataset.buckets import Sizing  # noqa: E402
+from dataset.cache import Cache, write_entry  # noqa: E402
+from dataset.encoding import read_sample  # noqa: E402
+from dataset.images import inspect_rows  # noqa: E402
+from dataset.metadata import read_rows  # noqa: E402
 from training.flow_matching import SigmaLaw  # noqa: E402
 
 

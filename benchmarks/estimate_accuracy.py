@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 import train_qwen_image  # noqa: E402
 import train_wan_video  # noqa: E402
-from memory import offload  # noqa: E402
-from memory.log import MemoryLog  # noqa: E402
+from blockwise import offload  # noqa: E402
+from blockwise.log import MemoryLog  # noqa: E402
 from training.arguments import parse_args  # noqa: E402
 
 

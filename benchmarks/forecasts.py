@@ -34,8 +34,8 @@ from PIL import Image  # noqa: E402
 
 import train_qwen_image  # noqa: E402
 import train_wan_video  # noqa: E402
-from memory.log import MemoryLog  # noqa: E402
-from memory.plan import MemoryPlan  # noqa: E402
+from blockwise.log import MemoryLog  # noqa: E402
+from blockwise.plan import MemoryPlan  # noqa: E402
 from scripts.make_tiny_model import FAMILIES  # noqa: E402
 from training.arguments import parse_args  # noqa: E402
 

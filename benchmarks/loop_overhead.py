@@ -21,13 +21,13 @@ from diffusers import QwenImageTransformer2DModel
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from memory.log import NUM_WATCHED_STEPS, MemoryLog  # noqa: E402
+from blockwise.log import NUM_WATCHED_STEPS, MemoryLog  # noqa: E402
+from dataset.batches import TrainingDataset, collate, plan_batches  # noqa: E402
+from dataset.inspection import Item  # noqa: E402
+from dataset.metadata import Row  # noqa: E402
 from pipelines.qwen_image import never_trained_modules  # noqa: E402
 from train_qwen_image import FAMILY, QwenImageTrainingModule  # noqa: E402
 from training.arguments import parse_args  # noqa: E402
-from training.data.batches import TrainingDataset, collate, plan_batches  # noqa: E402
-from training.data.inspection import Item  # noqa: E402
-from training.data.metadata import Row  # noqa: E402
 from training.flow_matching import SigmaLaw  # noqa: E402
 from training.launch import start_accelerator  # noqa: E402
 from training.loop import train  # noqa: E402

@@ -32,11 +32,11 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from memory import offload  # noqa: E402
-from memory.checkpointing import gradient_checkpoint_forward  # noqa: E402
-from memory.estimate import StepProfile  # noqa: E402
-from memory.plan import MemoryPlan  # noqa: E402
-from memory.tracking import LiveBytes  # noqa: E402
+from blockwise import offload  # noqa: E402
+from blockwise.checkpointing import gradient_checkpoint_forward  # noqa: E402
+from blockwise.estimate import StepProfile  # noqa: E402
+from blockwise.plan import MemoryPlan  # noqa: E402
+from blockwise.tracking import LiveBytes  # noqa: E402
 from pipelines import qwen_image, wan_video  # noqa: E402
 from train_qwen_image import FAMILY, QwenImageTrainingModule  # noqa: E402
 from train_wan_video import WanVideoTrainingModule  # noqa: E402

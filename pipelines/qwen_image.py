@@ -19,8 +19,8 @@ from diffusers.models.transformers.transformer_qwenimage import compute_text_seq
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
-from memory.checkpointing import gradient_checkpoint_forward
-from memory.plan import per_block
+from blockwise.checkpointing import gradient_checkpoint_forward
+from blockwise.plan import per_block
 from pipelines import loading
 
 

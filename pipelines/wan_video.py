@@ -17,8 +17,8 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from PIL import Image
 from transformers import AutoConfig, CLIPVisionConfig, CLIPVisionModel, CLIPVisionModelWithProjection, UMT5EncoderModel
 
-from memory.checkpointing import gradient_checkpoint_forward
-from memory.plan import per_block
+from blockwise.checkpointing import gradient_checkpoint_forward
+from blockwise.plan import per_block
 from pipelines import loading
 
 

@@ -24,9 +24,9 @@ from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw
 from torch import nn
 
-from memory import offload
-from memory.plan import MemoryPlan
-from memory.tracking import LiveBytes
+from blockwise import offload
+from blockwise.plan import MemoryPlan
+from blockwise.tracking import LiveBytes
 from training.arguments import parse_args
 from training.checkpoints import list_checkpoints
 from training.export import LORA_FILE

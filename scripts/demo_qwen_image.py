@@ -21,11 +21,11 @@ import torch
 from PIL import Image
 from skimage import data
 
+from dataset.images import cover_and_crop, open_image, to_tensor
 from pipelines import qwen_image as family
 from scripts import demo
 from scripts.demo import CAPTIONS
 from train_qwen_image import FAMILY, QwenImageTrainingModule
-from training.data.images import cover_and_crop, open_image, to_tensor
 
 
 SIZE = 96  # pixels

@@ -25,11 +25,11 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 from PIL import Image
 from skimage import data
 
+from dataset.metadata import VIDEO_SUFFIXES, read_rows
+from dataset.videos import read_clip
 from pipelines import wan_video as family
 from scripts import demo
 from train_wan_video import FAMILY, WanVideoTrainingModule
-from training.data.metadata import VIDEO_SUFFIXES, read_rows
-from training.data.videos import read_clip
 
 
 # Of the window that moves over each photograph, in the first and in the last frame: left, top and side in pixels.

@@ -30,9 +30,9 @@ from pathlib import Path
 
 # The script may be started from anywhere; the folder that Python adds is this script's own.
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from dataset.metadata import IMAGE_SUFFIXES, METADATA_SUFFIXES, VIDEO_SUFFIXES, read_sidecars  # noqa: E402
+from runtime.errors import RefusedError, exit_codes  # noqa: E402
 from training.arguments import Parser  # noqa: E402
-from training.data.metadata import IMAGE_SUFFIXES, METADATA_SUFFIXES, VIDEO_SUFFIXES, read_sidecars  # noqa: E402
-from training.errors import RefusedError, exit_codes  # noqa: E402
 
 
 # In Open-Sora's order, with their types in parquet.
@@ -87,7 +87,7 @@ def parse_args(argv):
 def measure(content, name):
     """Decode an item; return the dict of `size` (width, height), `frames`, and `fps`, None where it has no rate."""
     # Here, since the import takes seconds with torch.
-    from training.data import videos
+    from dataset import videos
 
     # The rate is that of folders of frames, of which only the duration would follow.
     size, times, _, fps = videos.measure(content, name, fps=1)
@@ -109,13 +109,13 @@ def inspect_folder(args, cache_dir):
         cache_dir (`Path`): keeps what was measured; what it holds already is not measured again.
 
     Returns:
-        `list[training.data.inspection.Item]`: in the order of their ids, without those that are skipped.
+        `list[dataset.inspection.Item]`: in the order of their ids, without those that are skipped.
 
     Raises:
         RefusedError: if there are no items, or any cannot be used; lists all of them with their reasons.
     """
-    from training.data.cache import Cache
-    from training.data.inspection import Inspector, inspect_each
+    from dataset.cache import Cache
+    from dataset.inspection import Inspector, inspect_each
 
     kind = {"media_suffixes": (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), "frame_folders": True}
     rows = read_sidecars(args.folder, allow_missing_captions=args.allow_missing_captions, **kind)

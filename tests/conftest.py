@@ -147,7 +147,7 @@ def train(tiny_model, photos, clips, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")  # of all runs: what is encoded is not what these tests are about
 
     def run(family, *flags, output_dir=None, dataset=None, model=None, only=()):
-        from memory.log import MemoryLog
+        from blockwise.log import MemoryLog
         from training.arguments import parse_args
 
         is_image = family == "qwen_image"

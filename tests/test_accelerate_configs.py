@@ -14,7 +14,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
-from training.errors import RefusedError
+from runtime.errors import RefusedError
 from training.launch import _complete_deepspeed_config
 
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 import train_qwen_image
 import train_wan_video
-from memory.log import MemoryLog
+from blockwise.log import MemoryLog
+from dataset import encoding, images, videos
+from dataset.batches import TrainingDataset
+from runtime.errors import RefusedError
 from training.arguments import parse_args
-from training.data import encoding, images, videos
-from training.data.batches import TrainingDataset
-from training.errors import RefusedError
 
 
 LORA_FILE = "pytorch_lora_weights.safetensors"

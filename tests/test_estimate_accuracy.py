@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import estimate_accuracy as benchmark
-from memory import offload
+from blockwise import offload
 
 
 QUICK = ["qwen lora park, accumulation", "qwen full bf16 keep, 8 bit", "t2v lora bf16 park", "ti2v i2v lora park"]

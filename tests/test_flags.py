@@ -11,18 +11,19 @@ import re
 import pytest
 import torch
 
-from memory.plan import MemoryPlan
+from blockwise.plan import MemoryPlan
+from dataset.batches import plan_batches
+from dataset.buckets import Sizing
+from dataset.draws import Draw
+from dataset.inspection import Item
+from dataset.metadata import Row
+from dataset.videos import _decide
+from runtime.errors import RefusedError
 from train_wan_video import FAMILY
 from training import arguments
 from training.arguments import FLAGS, parse_args, resolve_for_model
-from training.data.batches import plan_batches
-from training.data.buckets import Sizing
-from training.data.inspection import Item
-from training.data.metadata import Row
-from training.data.videos import _decide
 from training.ema import WeightAverage
-from training.errors import RefusedError
-from training.flow_matching import Draw, flow_losses, sigma_law
+from training.flow_matching import flow_losses, sigma_law
 from training.module import add_lora
 from training.optimizers import _PATHS, MasterWeights, find_optimizer, make_schedule
 
@@ -45,13 +46,13 @@ COVERED_BY = {
     "lora_init_path": "test_train_wan_video.py::test_a_run_starts_from_the_lora_of_its_expert",
     "lora_dtype": "test_train_qwen_image.py::test_strength_rate_dropout_and_dtype",
     "dataset_path": "test_train_qwen_image.py::test_refused_before_models_load",
-    "dataset_metadata": "training/data/test_metadata.py::test_given_metadata_must_exist_and_be_a_table",
-    "media_column": "training/data/test_metadata.py::test_flags_decide_between_columns_and_the_rest_is_listed",
-    "caption_column": "training/data/test_metadata.py::test_flags_decide_between_columns_and_the_rest_is_listed",
+    "dataset_metadata": "dataset/test_metadata.py::test_given_metadata_must_exist_and_be_a_table",
+    "media_column": "dataset/test_metadata.py::test_flags_decide_between_columns_and_the_rest_is_listed",
+    "caption_column": "dataset/test_metadata.py::test_flags_decide_between_columns_and_the_rest_is_listed",
     "height": "test_train_wan_video.py::test_refused_before_models_load",
     "width": "test_train_wan_video.py::test_refused_before_models_load",
-    "aspect_buckets": "training/data/test_buckets.py::test_ordinary_photographs_share_shapes",
-    "max_pixels": "training/data/test_images.py::test_sizes_under_a_cap",
+    "aspect_buckets": "dataset/test_buckets.py::test_ordinary_photographs_share_shapes",
+    "max_pixels": "dataset/test_images.py::test_sizes_under_a_cap",
     "num_frames": "test_train_wan_video.py::test_frame_counts",
     "fps": "test_train_wan_video.py::test_flags_reach_the_clips",
     "clip_part": "test_train_wan_video.py::test_flags_reach_the_clips",
@@ -59,9 +60,9 @@ COVERED_BY = {
     "train_batch_size": "training/test_loop.py::test_update_is_that_of_the_mean_over_the_global_batch",
     "dataset_repeat": "test_data.py::test_several_datasets_with_repeats",
     "dataloader_num_workers": "test_data.py::test_loaders_change_nothing_but_the_time",
-    "caption_dropout": "training/data/test_batches.py::test_dropped_captions_change_nothing_else",
+    "caption_dropout": "dataset/test_batches.py::test_dropped_captions_change_nothing_else",
     "on_bad_sample": "test_data.py::test_skip_trains_on_the_rest",
-    "allow_missing_captions": "training/data/test_metadata.py::test_missing_and_empty_captions_are_counted",
+    "allow_missing_captions": "dataset/test_metadata.py::test_missing_and_empty_captions_are_counted",
     "cache_dir": "test_data.py::test_what_changes_is_encoded_anew_and_said",
     "use_gradient_checkpointing": "training/test_forecast.py::test_memory_of_the_modes_is_ordered",
     "use_gradient_checkpointing_offload": "test_train_qwen_image.py::"
@@ -289,7 +290,7 @@ SHOWN_BY = {
         ("t2v", "i2v"), "test_train_wan_video.py::test_in_bf16_the_transformer_gets_what_the_stock_pipeline_gives_it"
     ),
     "dataloader_num_workers": {"3": "test_data.py::test_loaders_change_nothing_but_the_time"},
-    "caption_dropout": {"0.5": "training/data/test_batches.py::test_dropped_captions_change_nothing_else"},
+    "caption_dropout": {"0.5": "dataset/test_batches.py::test_dropped_captions_change_nothing_else"},
     "on_bad_sample": {"skip": "test_data.py::test_skip_trains_on_the_rest"},
     "offload_buffer_size": {"4KB": "test_train_wan_video.py::test_a_full_buffer_changes_nothing"},
     "memory_budget": {"budget": "training/test_forecast.py::test_a_budget_makes_the_plan"},

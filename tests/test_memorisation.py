@@ -18,11 +18,11 @@ from diffusers import (
 )
 from PIL import Image
 
+from dataset.images import cover_and_crop, open_image, to_tensor
+from dataset.metadata import Row
+from dataset.videos import read_clip
 from pipelines.qwen_image import encode_image, unpack_latents
 from pipelines.wan_video import encode_clip, load_clip_encoder
-from training.data.images import cover_and_crop, open_image, to_tensor
-from training.data.metadata import Row
-from training.data.videos import read_clip
 
 
 def train(script, program, family, dataset, tmp_path, *flags):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import memory_modes as benchmark
-from memory import offload
+from blockwise import offload
 
 
 @pytest.mark.slow

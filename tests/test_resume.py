@@ -25,10 +25,10 @@ from safetensors.torch import load_file
 
 import train_qwen_image
 import training.loop
-from memory.log import MemoryLog
+from blockwise.log import MemoryLog
+from runtime.errors import RefusedError, StoppedError
 from training.arguments import parse_args
 from training.checkpoints import check_same_weights, find_checkpoint, list_checkpoints
-from training.errors import RefusedError, StoppedError
 from training.export import LORA_FILE
 
 

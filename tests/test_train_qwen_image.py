@@ -12,10 +12,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import train_qwen_image
-from memory.log import MemoryLog
+from blockwise.log import MemoryLog
+from dataset.draws import Draw
+from runtime.errors import RefusedError
 from training.arguments import parse_args
-from training.errors import RefusedError
-from training.flow_matching import Draw, SigmaLaw
+from training.flow_matching import SigmaLaw
 
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -152,7 +153,7 @@ def test_same_bytes_again_and_in_every_memory_mode(flags, lora_run, train):
 
 def test_same_bytes_when_the_inputs_are_really_parked(lora_run, script, tiny_qwen_image, photos, tmp_path):
     """At this size every tensor is below the threshold, so the threshold is lowered."""
-    program = "import memory.offload, runpy; memory.offload.MIN_PARKED_BYTES = 512; "
+    program = "import blockwise.offload, runpy; blockwise.offload.MIN_PARKED_BYTES = 512; "
     program += "runpy.run_path('train_qwen_image.py', run_name='__main__')"
     required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos, "--output_dir", tmp_path]
     script("-c", program, *required, *LORA, "--use_gradient_checkpointing_offload")

@@ -17,12 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import train_wan_video
-from memory import offload
-from memory.log import MemoryLog
+from blockwise import offload
+from blockwise.log import MemoryLog
+from dataset.batches import collate
+from runtime.errors import RefusedError
 from train_wan_video import FAMILY, WanVideoTrainingModule
 from training.arguments import parse_args
-from training.data.batches import collate
-from training.errors import RefusedError
 from training.export import LORA_FILE
 
 

@@ -14,13 +14,13 @@ from PIL import Image, ImageChops
 
 import train_qwen_image
 import train_wan_video
-from memory import offload
+from blockwise import offload
+from dataset.draws import Draw
 from pipelines.wan_video import NEGATIVE_PROMPT
+from runtime.errors import RefusedError, StoppedError, exit_codes
 from training import validation
 from training.arguments import parse_args
-from training.errors import RefusedError, StoppedError, exit_codes
 from training.export import LORA_FILE
-from training.flow_matching import Draw
 from training.forecast import RunForecast
 
 

@@ -11,7 +11,8 @@ import logging
 import math
 import pathlib
 
-from training.errors import RefusedError
+from dataset.settings import DATASET_FLAGS, LINES, bucket_pixels, round_down_frames
+from runtime.errors import RefusedError
 
 
 logger = logging.getLogger(__name__)
@@ -309,7 +310,6 @@ _MANUAL_MEMORY_FLAGS = (
 )
 
 # Of each of several datasets, under the key `datasets` of a config file.
-DATASET_FLAGS = ("dataset_path", "dataset_metadata", "media_column", "caption_column", "dataset_repeat")
 
 # Settings with a structure, which config files only can hold.
 CONFIG_ONLY = ("datasets", "bucket_config")
@@ -593,7 +593,7 @@ def _read_bucket_config(file, path, value):
         except ValueError:
             raise RefusedError(
                 f"{path}: bucket_config: {size!r} is no size; allowed are the side of a square such as 512px, lines "
-                f"of 16:9 such as {', '.join(_LINES)}, or one size as WIDTHxHEIGHT such as 832x480."
+                f"of 16:9 such as {', '.join(LINES)}, or one size as WIDTHxHEIGHT such as 832x480."
             ) from None
         if not isinstance(lengths, dict) or not lengths:
             raise RefusedError(f"{path}: {shape}; {size} has {lengths!r}.")
@@ -617,22 +617,6 @@ def _read_bucket_config(file, path, value):
 
 
 # As Open-Sora has them.
-_LINES = {"144p": 144 * 256, "240p": 240 * 426, "360p": 360 * 640, "480p": 480 * 854, "720p": 720 * 1280}
-_LINES["1080p"] = 1080 * 1920
-
-
-def bucket_pixels(size):
-    """Return (pixels, None) of a size as 256px or 480p, a cap, or (pixels, (height, width)) of one as 832x480.
-
-    Raises:
-        ValueError: It is none of these.
-    """
-    if size in _LINES:
-        return _LINES[size], None
-    if size.endswith("px"):
-        return _positive_int(size[:-2]) ** 2, None
-    width, height = map(_positive_int, size.split("x"))
-    return width * height, (height, width)
 
 
 def _as_list(value):
@@ -854,11 +838,6 @@ def check_length(args, num_steps, *, num_stages=1, num_samples=None):
             notes.append(f"--{name} {value} of the run's {num_stages * num_steps} optimizer steps: {comes}")
     for note in notes:
         logger.warning(note)
-
-
-def round_down_frames(num_frames):
-    """Return the largest number of frames of at most `num_frames` (1 or more) that the video VAEs take: 4n + 1."""
-    return (num_frames - 1) // 4 * 4 + 1
 
 
 def resolve_for_model(args, values):

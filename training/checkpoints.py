@@ -12,10 +12,10 @@ import safetensors
 import safetensors.torch
 import torch
 
+from runtime.errors import FailedError, RefusedError
 from runtime.files import delete_folder, rename_folder
+from runtime.processes import gather_from_all, wait_for_all
 from training.arguments import CONFIG_ONLY
-from training.errors import FailedError, RefusedError
-from training.launch import gather_from_all, wait_for_all
 
 
 logger = logging.getLogger(__name__)

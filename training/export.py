@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 from accelerate.utils import send_to_device
 
+from dataset.batches import collate
+from runtime.errors import FailedError
 from runtime.files import rename_folder, whole_file, write_text
-from training.data.batches import collate
-from training.errors import FailedError
 from training.flow_matching import add_noise
 from training.model_card import portable_name, write_model_card
 from training.module import ADAPTER_NAME, lora_layers

@@ -8,11 +8,9 @@ import functools
 import math
 import statistics
 
-import numpy as np
-import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
-from training.errors import RefusedError
+from runtime.errors import RefusedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,37 +82,6 @@ def sigma_law(args, model_shift, sigma_range=(0.0, 1.0)):
                 f"{sigma_range[1]} only."
             )
     return SigmaLaw(args.timestep_sampling, shift, low, high)
-
-
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """What is drawn for one sample: a function of (seed, step, position in the global batch) and of nothing else.
-
-    Args:
-        seed, step, position (`int`):
-            `step` is the optimizer step, from 1; `position` the sample's place in that step's global batch.
-    """
-
-    seed: int
-    step: int
-    position: int
-
-    def _generator(self, purpose):
-        # One stream per purpose, so that a flag which uses one of them leaves the others as they are.
-        key = np.random.SeedSequence([self.seed, self.step, self.position, purpose]).generate_state(1, np.uint64)
-        return torch.Generator().manual_seed(int(key[0]))
-
-    def sigma(self, law):
-        """Return a sigma (`float`) from a `SigmaLaw`."""
-        return law.quantile(torch.rand((), generator=self._generator(0), dtype=torch.float64).item())
-
-    def drops_caption(self, probability):
-        """Return whether this sample is trained without its caption."""
-        return torch.rand((), generator=self._generator(1), dtype=torch.float64).item() < probability
-
-    def noise(self, shape):
-        """Return standard normal noise of `shape`, fp32, made on the CPU: the same on every device."""
-        return torch.randn(shape, generator=self._generator(2))
 
 
 def add_noise(latents, noise, sigmas):

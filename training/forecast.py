@@ -14,12 +14,12 @@ import shutil
 import psutil
 import torch
 
-from memory import offload
-from memory.estimate import StepProfile, fake_tensors, optimizer_bytes, peak_of, without_content
-from memory.plan import BudgetError, MemoryPlan
-from training.data.buckets import bucket_key
-from training.errors import RefusedError
-from training.launch import gather_from_all
+from blockwise import offload
+from blockwise.estimate import StepProfile, fake_tensors, optimizer_bytes, peak_of, without_content
+from blockwise.plan import BudgetError, MemoryPlan
+from dataset.buckets import bucket_key
+from runtime.errors import RefusedError
+from runtime.processes import gather_from_all
 
 
 logger = logging.getLogger(__name__)
@@ -535,7 +535,7 @@ def _as_on_an_accelerator(optimizer_class, arguments):
 def counterparts(names, block_lists):
     """Return which of the named layers are in a model with at most three blocks for each list, by their names there.
 
-    Its blocks stand for the first, those in the middle and the last: see `memory.estimate`.
+    Its blocks stand for the first, those in the middle and the last: see `blockwise.estimate`.
     """
     found = []
     for name in names:

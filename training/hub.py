@@ -6,7 +6,7 @@ import shlex
 from huggingface_hub import HfApi, get_token, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
-from training.errors import FailedError, RefusedError
+from runtime.errors import FailedError, RefusedError
 from training.export import LORA_FILE
 from training.model_card import shown_previews
 

@@ -1,23 +1,16 @@
 """Starts Accelerate for a run and checks its settings against the flags; what processes agree on; seeds."""
 
-import datetime
-import functools
-import hashlib
-import json
 import logging
 import os
-import platform
 import random
-import signal
-import time
 
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
 
-from memory.checkpointing import configure_deepspeed_checkpointing
-from training.errors import FailedError, RefusedError
+from blockwise.checkpointing import configure_deepspeed_checkpointing
+from runtime.errors import RefusedError
 
 
 # What an Accelerate config can ask for that is not done here, and the value that says no. Whatever it asks for by a
@@ -170,120 +163,6 @@ def _check_environment():
                 f"{key} is {value} in the Accelerate config ({name}), which is not supported; remove it, or set it to "
                 f"'{off}'."
             )
-
-
-@functools.cache
-def _patient_group():
-    # Preparing data may take hours on one process, and others wait: longer than the group that trains allows, which
-    # is to notice when a process hangs.
-    return torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
-
-
-def gather_from_all(accelerator, value):
-    """Return the values of all processes, in their order. Every process must call it; it waits as long as it takes."""
-    if accelerator.num_processes == 1:
-        return [value]
-    values = [None] * accelerator.num_processes
-    try:
-        torch.distributed.all_gather_object(values, value, group=_patient_group())
-    except RuntimeError as error:
-        raise FailedError(f"another process of this run has ended, see what it said ({error})") from error
-    return values
-
-
-def agreed(accelerator, look, describe=lambda value: {}, patience_seconds=0):
-    """Return what `look` returns. Every process must call it.
-
-    Args:
-        accelerator (`Accelerator`)
-        look (`Callable[[], object]`): May refuse.
-        describe (`Callable[[object], dict]`):
-            From what `look` returns to that in which all processes have to be alike: by name, what JSON takes.
-        patience_seconds (`float`): So long the others look again for what the main process sees.
-
-    Raises:
-        RefusedError: On all processes: one of them refuses, or is not like the main one.
-    """
-    if accelerator.num_processes == 1:
-        return look()
-    end, digests = time.monotonic() + patience_seconds, None
-    while True:
-        if digests is None or accelerator.process_index > 0:
-            value, problem, digests = None, None, {}
-            try:
-                value = look()
-                for name, part in describe(value).items():
-                    # A file by its name; a default that is not known yet by nothing.
-                    text = json.dumps(part, sort_keys=True, default=lambda value: getattr(value, "name", None))
-                    digests[name] = hashlib.sha256(text.encode()).hexdigest()
-            except RefusedError as error:
-                problem = str(error)
-        seen = gather_from_all(accelerator, (platform.node(), problem, digests, time.monotonic() > end))
-        host, first_problem, first_digests, is_over = seen[0]
-        if all(own[1:3] == seen[0][1:3] for own in seen) and first_problem is None:
-            return value
-        if is_over or first_problem is not None:
-            break
-        time.sleep(0.5)
-    if first_problem is not None:
-        raise RefusedError(first_problem)
-    for index, (other_host, problem, digests, _) in enumerate(seen):
-        where = f"process {index} on {other_host}"
-        if problem is not None:
-            raise RefusedError(f"{where}: {problem}")
-        for name in {**first_digests, **digests}:
-            if first_digests.get(name) != digests.get(name):
-                raise RefusedError(
-                    f"{name} is not the same for {where} as for process 0 on {host}; all processes of a run need the "
-                    "same."
-                )
-
-
-def wait_for_all(accelerator):
-    """Wait until all processes are here, also for one that writes for longer than collectives may take."""
-    gather_from_all(accelerator, None)
-
-
-class StopRequest:
-    """Context in which SIGTERM and SIGINT do not end the process, but ask for an end after the step at work.
-
-    In a run of one process a second Ctrl-C ends it at once.
-
-    Args:
-        accelerator (`Accelerator`)
-    """
-
-    def __init__(self, accelerator):
-        self.accelerator = accelerator
-        self.signal = 0
-        self._before = {}
-
-    def __enter__(self):
-        self._before = {number: signal.signal(number, self._record) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _record(self, number, frame):
-        # The first one: where a terminal sends SIGINT, a SIGTERM follows when the launcher is gone.
-        self.signal = self.signal or number
-        if number == signal.SIGINT and self.accelerator.num_processes == 1:
-            # With several processes the launcher passes on what the terminal has sent to each of them already.
-            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
-
-    def agreed(self):
-        """Return the name of a signal that any of the processes got so far, or None: on all of them the same.
-
-        Every process must call it, after the same steps. It waits for the hosts of the others, not for a device.
-        """
-        number = self.signal
-        if self.accelerator.num_processes > 1:
-            highest = torch.tensor(number)
-            torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=_patient_group())
-            number = int(highest)
-        return signal.Signals(number).name if number else None
 
 
 def seed_module_randomness(seed, process_index):

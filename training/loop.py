@@ -5,11 +5,12 @@ import pathlib
 import torch
 from accelerate.utils import send_to_device
 
+from dataset.batches import load_batches
+from runtime.errors import FailedError, StoppedError
+from runtime.processes import StopRequest, gather_from_all
 from training.checkpoints import load_checkpoint, register_state_hooks, save_checkpoint, uses_deepspeed
-from training.data.batches import load_batches
 from training.ema import WeightAverage
-from training.errors import FailedError, StoppedError
-from training.launch import StopRequest, gather_from_all, seed_module_randomness
+from training.launch import seed_module_randomness
 from training.module import trainable_parameters
 from training.optimizers import MasterWeights, make_schedule
 from training.reporting import Metrics

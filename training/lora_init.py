@@ -7,8 +7,8 @@ import torch
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 
+from runtime.errors import RefusedError
 from runtime.files import refuse_pointer
-from training.errors import RefusedError
 from training.export import LORA_FILE
 from training.module import ADAPTER_NAME, lora_layers
 

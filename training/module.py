@@ -8,7 +8,7 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from training.errors import RefusedError
+from runtime.errors import RefusedError
 from training.flow_matching import add_noise, flow_losses, flow_target
 
 

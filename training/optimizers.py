@@ -9,7 +9,7 @@ from diffusers.optimization import get_scheduler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from training.errors import RefusedError
+from runtime.errors import RefusedError
 
 
 _PATHS = {

@@ -15,14 +15,14 @@ import psutil
 import torch
 from tqdm.auto import tqdm
 
-from memory import offload
+from blockwise import offload
+from dataset.cache import installed_version
+from dataset.report import describe_data
+from runtime.errors import FailedError
 from runtime.files import delete_folder, whole_file, write_json_lines, write_text
+from runtime.processes import gather_from_all
 from training.checkpoints import list_checkpoints
-from training.data.cache import installed_version
-from training.data.report import describe_data
-from training.errors import FailedError
 from training.forecast import check_fits, compare_forecast, describe_disk, describe_forecast
-from training.launch import gather_from_all
 from training.trackers import draw_metrics
 
 

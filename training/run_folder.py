@@ -12,8 +12,8 @@ import platform
 import time
 import uuid
 
-from training.errors import RefusedError
-from training.launch import agreed, gather_from_all
+from runtime.errors import RefusedError
+from runtime.processes import agreed, gather_from_all
 
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import pathlib
 import random
 import textwrap
 
-from training.errors import FailedError, RefusedError
+from runtime.errors import FailedError, RefusedError
 
 
 PROJECT = "blockwise"

@@ -19,14 +19,14 @@ from diffusers.training_utils import free_memory
 from diffusers.utils import make_image_grid
 from PIL import Image
 
+from dataset.batches import collate
+from dataset.cache import read_entry
+from dataset.draws import Draw
+from dataset.encoding import encoded_entries, read_sample
+from dataset.images import cover_and_crop, open_image
+from runtime.errors import RefusedError
 from runtime.files import whole_file, write_text
-from training.data.batches import collate
-from training.data.cache import read_entry
-from training.data.encoding import encoded_entries, read_sample
-from training.data.images import cover_and_crop, open_image
-from training.errors import RefusedError
-from training.flow_matching import Draw
-from training.launch import gather_from_all
+from runtime.processes import gather_from_all
 
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, QwenIm
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from memory import offload
-from memory.plan import MemoryPlan
+from blockwise import offload
+from blockwise.plan import MemoryPlan
 from pipelines import qwen_image
 from pipelines.qwen_image import model_fn_qwen_image
 

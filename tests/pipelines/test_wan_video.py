@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from memory import offload
+from blockwise import offload
 from pipelines import wan_video
 from pipelines.wan_video import model_fn_wan_video
 

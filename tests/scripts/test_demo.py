@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from skimage import data
 
-from training.data.buckets import Sizing
-from training.data.images import to_tensor
-from training.data.metadata import VIDEO_SUFFIXES, read_rows
-from training.data.videos import inspect_clips, read_clip
+from dataset.buckets import Sizing
+from dataset.images import to_tensor
+from dataset.metadata import VIDEO_SUFFIXES, read_rows
+from dataset.videos import inspect_clips, read_clip
 
 
 ROOT = pathlib.Path(__file__).parents[2]

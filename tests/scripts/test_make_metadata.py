@@ -16,10 +16,10 @@ import pyarrow.parquet
 import pytest
 from PIL import ExifTags, Image
 
+from dataset import videos
+from dataset.metadata import IMAGE_SUFFIXES, METADATA_SUFFIXES, VIDEO_SUFFIXES, read_rows
+from runtime.errors import RefusedError
 from scripts import make_metadata
-from training.data import videos
-from training.data.metadata import IMAGE_SUFFIXES, METADATA_SUFFIXES, VIDEO_SUFFIXES, read_rows
-from training.errors import RefusedError
 
 
 SCRIPT = Path(make_metadata.__file__)

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from benchmarks.forecasts import GIB, MODELS, dry_run, model_folder, predict
-from memory import offload
+from blockwise import offload
 from pipelines.wan_video import find_variant
+from runtime.errors import RefusedError
 from training.arguments import parse_args, resolve_for_model
-from training.errors import RefusedError
 from training.optimizers import find_optimizer
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from runtime.errors import RefusedError
 from training.arguments import FLAGS, check_length, parse_args
-from training.errors import RefusedError
 
 
 VALUES = {

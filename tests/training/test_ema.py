@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import train_qwen_image
-from memory.log import MemoryLog
+from blockwise.log import MemoryLog
 from training.arguments import parse_args
 from training.export import LORA_FILE
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pipelines.qwen_image import model_fn_qwen_image
-from training.errors import FailedError
+from runtime.errors import FailedError
 from training.export import LORA_FILE, check_lora, save_lora, save_safetensors, split_scale
 from training.module import add_lora, find_lora_targets, lora_layers
 

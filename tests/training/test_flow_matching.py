@@ -8,8 +8,9 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from training.errors import RefusedError
-from training.flow_matching import Draw, SigmaLaw, add_noise, flow_losses, flow_target, sigma_law
+from dataset.draws import Draw
+from runtime.errors import RefusedError
+from training.flow_matching import SigmaLaw, add_noise, flow_losses, flow_target, sigma_law
 
 
 NORMAL = statistics.NormalDist()

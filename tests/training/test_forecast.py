@@ -13,13 +13,13 @@ from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 import train_qwen_image
 import train_wan_video
 from benchmarks import forecasts as benchmark
-from memory import offload
-from memory.log import MemoryLog
-from memory.plan import MemoryPlan
+from blockwise import offload
+from blockwise.log import MemoryLog
+from blockwise.plan import MemoryPlan
 from pipelines import qwen_image, wan_video
+from runtime.errors import RefusedError
 from training import forecast as forecasting
 from training.arguments import parse_args
-from training.errors import RefusedError
 from training.forecast import Launch, check_fits, compare_forecast, counterparts, describe_forecast
 from training.module import find_lora_targets, make_trainable, parameters_to_train, trainable_parameters
 
@@ -75,7 +75,7 @@ def test_layers_of_a_model_with_three_blocks():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_encoders_give_samples_of_the_shapes_that_they_are_said_to_give(family, tiny_model):
-    from memory.estimate import fake_tensors, without_content
+    from blockwise.estimate import fake_tensors, without_content
 
     model, size = str(tiny_model(family)), {"height": 64, "width": 96}
     if family == "qwen_image":

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import HfApi, ModelCard, constants, metadata_load
 from huggingface_hub.utils._http import default_client_factory
 
-from training.errors import FailedError, RefusedError
+from runtime.errors import FailedError, RefusedError
 from training.export import LORA_FILE
 from training.hub import open_repository, push
 from training.model_card import write_model_card

@@ -12,8 +12,8 @@ import time
 import accelerate
 import pytest
 
-import training.errors
-from training.errors import RefusedError, exit_codes, interrupt_quietly
+import runtime.errors
+from runtime.errors import RefusedError, exit_codes, interrupt_quietly
 from training.launch import _complete_deepspeed_config, start_accelerator
 
 
@@ -113,13 +113,13 @@ def test_what_a_deepspeed_config_asks_for_beside(section, said):
 )
 def test_which_parents_are_launchers(command, is_launcher, monkeypatch):
     monkeypatch.setattr(pathlib.Path, "read_text", lambda *_, **__: "\0".join([*command.split(), ""]))
-    assert training.errors._is_launcher(1) == is_launcher
+    assert runtime.errors._is_launcher(1) == is_launcher
 
 
 CHILD = """
 import sys
 sys.path.insert(0, {repo!r})
-from training.errors import end_with_launcher
+from runtime.errors import end_with_launcher
 import os, signal, time
 def take_note(*_):
     open({file!r}, "w").write("SIGTERM")
@@ -176,7 +176,7 @@ def test_the_end_of_another_parent_is_not(child, tmp_path):
 def test_a_launcher_that_is_gone_already(child, tmp_path, monkeypatch):
     """Between the question who the parent is and the request to be told, and before."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    waits = "import training.errors\nis_launcher = training.errors._is_launcher\ntraining.errors._is_launcher = "
+    waits = "import runtime.errors\nis_launcher = runtime.errors._is_launcher\nruntime.errors._is_launcher = "
     waits += "lambda pid: [is_launcher(pid), time.sleep(0.5)][0]"
     orphan = "import os, sys, time; os.fork() and sys.exit(); time.sleep(0.2)\n"
     orphan += "open(sys.argv[1], 'w').write(str(os.getppid()))"

@@ -10,14 +10,15 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from memory.log import MemoryLog
+from blockwise.log import MemoryLog
+from dataset.batches import TrainingDataset, plan_batches
+from dataset.draws import Draw
+from dataset.inspection import Item
+from dataset.metadata import Row
+from runtime.errors import FailedError
 from train_qwen_image import FAMILY
 from training.arguments import parse_args
-from training.data.batches import TrainingDataset, plan_batches
-from training.data.inspection import Item
-from training.data.metadata import Row
-from training.errors import FailedError
-from training.flow_matching import Draw, SigmaLaw
+from training.flow_matching import SigmaLaw
 from training.launch import start_accelerator
 from training.loop import train
 from training.module import DiffusionTrainingModule

@@ -10,7 +10,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from pipelines.wan_video import lora_export_name
-from training.errors import RefusedError
+from runtime.errors import RefusedError
 from training.export import save_lora
 from training.lora_init import check_base_of_lora, read_initial_lora, start_from
 from training.module import add_lora, find_lora_targets, lora_layers

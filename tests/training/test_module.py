@@ -8,8 +8,8 @@ from diffusers import QwenImageTransformer2DModel
 from peft.tuners.lora import LoraLayer
 
 from pipelines.qwen_image import model_fn_qwen_image, never_trained_modules
+from runtime.errors import RefusedError
 from train_qwen_image import FAMILY, QwenImageTrainingModule
-from training.errors import RefusedError
 from training.module import add_lora, find_lora_targets, lora_layers, train_all_weights, trainable_parameters
 from training.optimizers import MasterWeights, find_optimizer
 

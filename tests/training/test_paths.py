@@ -8,9 +8,9 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 import training.paths
+from runtime.errors import RefusedError
 from train_qwen_image import FAMILY
 from training.arguments import parse_args
-from training.errors import RefusedError
 from training.paths import check_paths
 
 

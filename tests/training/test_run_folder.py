@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import training.run_folder
+from dataset.metadata import describe_rows, read_datasets
+from runtime.errors import FailedError, RefusedError
+from runtime.processes import agreed, gather_from_all
 from train_qwen_image import FAMILY
 from training.arguments import parse_args
 from training.checkpoints import describe_checkpoint
-from training.data.metadata import describe_rows, read_datasets
-from training.errors import FailedError, RefusedError
-from training.launch import agreed, gather_from_all
 from training.run_folder import LOCK_FILE, claim_output_dir
 
 

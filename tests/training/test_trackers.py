@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 from PIL import Image
 
-from training.errors import FailedError, RefusedError
+from runtime.errors import FailedError, RefusedError
 from training.trackers import Trackers, check_trackers, draw_metrics
 
 

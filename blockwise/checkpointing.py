@@ -1,0 +1,256 @@
+"""The one dispatcher through which every block of every model is called.
+
+`gradient_checkpoint_forward` reads like the plain call `model(*args, **kwargs)`, with two switches in front that say
+where the activations of this block live: kept, recomputed, or recomputed from inputs parked in host memory. This file
+is the only one that calls a `checkpoint` function of torch or DeepSpeed.
+"""
+
+import copy
+import dataclasses
+import functools
+import sys
+import weakref
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_is_leaf, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from blockwise import offload
+
+
+# The block that ran last, for messages about memory.
+last_run = {"block": lambda: None, "recomputed": False}
+
+
+def gradient_checkpoint_forward(
+    model, use_gradient_checkpointing, use_gradient_checkpointing_offload, /, *args, **kwargs
+):
+    """Call `model(*args, **kwargs)`, its activations kept, recomputed, or recomputed from parked inputs.
+
+    Outputs and gradients are the same bits in every mode. Where a DeepSpeed config has configured activation
+    checkpointing (`configure_deepspeed_checkpointing`), DeepSpeed does the recomputation and the parking.
+
+    Args:
+        model (`nn.Module` or function):
+            The block to call.
+        use_gradient_checkpointing (`bool`):
+            Keep the arguments only, and run the block again in the backward pass. Off: a plain call.
+        use_gradient_checkpointing_offload (`bool`):
+            The same, with the tensors that only this block keeps alive parked in host memory meanwhile. Implies
+            checkpointing.
+        *args, **kwargs:
+            The block's arguments. Tensors are found in them wherever they stand in tuples, lists, dicts and
+            dataclasses.
+
+    Returns:
+        What `model` returns, of the same structure.
+
+    Raises:
+        RuntimeError: An input was changed in place, by the block or after its call. The recomputation would start
+            from other values than the forward pass did.
+        TypeError: A `torch.Generator` is among the arguments of a recomputed block.
+    """
+    last_run.update(block=weakref.ref(model), recomputed=False)
+    recompute = use_gradient_checkpointing or use_gradient_checkpointing_offload
+    if not torch.is_grad_enabled():
+        return model(*args, **kwargs)
+    if not recompute:
+        if offload.is_in_use():
+            leaves = []
+            _map_leaves(leaves.append, (args, kwargs))
+            offload.keep_shared(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return model(*args, **kwargs)
+
+    tensors = []
+    template = _map_leaves(functools.partial(_take_tensor, tensors), (args, kwargs))
+    inputs = _InputVersions(model, tensors)
+    pending = [(args, kwargs)]
+
+    def run(*tensors):
+        if pending:
+            # The first run gets the caller's own containers: what a block writes into them is seen as in a plain call.
+            args, kwargs = pending.pop()
+        else:
+            inputs.check()
+            last_run.update(block=weakref.ref(model), recomputed=True)
+            args, kwargs = _map_leaves(functools.partial(_put_tensor, tensors), template)
+        return model(*args, **kwargs)
+
+    # The tensors go in by position and flat: neither torch nor DeepSpeed sees a tensor in a keyword or a container.
+    if _deepspeed_checkpointing_is_configured():
+        output = _deepspeed_checkpoint(model, run, tensors)
+    elif use_gradient_checkpointing_offload:
+        with offload.parked_inputs(model, tensors):
+            output = checkpoint(run, *tensors, use_reentrant=False)
+    else:
+        offload.keep_shared(tensors)
+        output = checkpoint(run, *tensors, use_reentrant=False)
+    inputs.check()
+    return output
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """Stands in a template for the tensor of this index."""
+
+    index: int
+
+
+def _take_tensor(tensors, leaf):
+    if isinstance(leaf, torch.Generator):
+        raise TypeError("A torch.Generator in a block's arguments would draw other numbers when it is recomputed.")
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    for index, tensor in enumerate(tensors):
+        if tensor is leaf:
+            return _Slot(index)  # given twice: one tensor in the recomputation too
+    tensors.append(leaf)
+    return _Slot(len(tensors) - 1)
+
+
+def _put_tensor(tensors, leaf):
+    return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
+
+
+def _map_leaves(function, tree):
+    """Rebuild `tree` with `function` applied to each leaf of its tuples, lists, dicts and dataclasses."""
+    kind = type(tree)
+    # What nearly all arguments are goes first: torch's own walk takes ten times as long.
+    if kind is dict:
+        return {key: _map_leaves(function, value) for key, value in tree.items()}
+    if kind is tuple or kind is list:
+        return kind([_map_leaves(function, value) for value in tree])
+    if isinstance(tree, (torch.Tensor, _Slot)):
+        return function(tree)
+    if isinstance(tree, dict):  # a subclass, which torch's own walk leaves alone
+        rebuilt = copy.copy(tree)
+        for key, value in tree.items():
+            rebuilt[key] = _map_leaves(function, value)
+        return rebuilt
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        rebuilt = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            if hasattr(tree, field.name):
+                # Not setattr, which a frozen dataclass refuses.
+                object.__setattr__(rebuilt, field.name, _map_leaves(function, getattr(tree, field.name)))
+        return rebuilt
+    if tree_is_leaf(tree):
+        return function(tree)
+    return tree_map(functools.partial(_map_leaves, function), tree, is_leaf=lambda part: part is not tree)
+
+
+class _InputVersions:
+    """Notices an in-place change of a block's inputs, without keeping their memory alive."""
+
+    def __init__(self, model, tensors):
+        self.name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", repr(model))
+        self.watched = [(_version_alias(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+    def check(self):
+        for alias, version in self.watched:
+            if alias._version != version:
+                raise RuntimeError(
+                    f"An input of {self.name} has been modified by an inplace operation, in the block or after its "
+                    "call. With gradient checkpointing the block is run again from its inputs, so they must stay as "
+                    "they were: make the change out of place, or switch checkpointing off for this block."
+                )
+
+
+def _version_alias(tensor):
+    """Return an empty tensor that shares the version counter of `tensor` but not its storage."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return tensor  # Subclasses do not take other data; they are never parked either.
+    alias = tensor.detach()
+    alias.data = alias.new_empty(0)
+    return alias
+
+
+# ---------------------------------------------------------------- DeepSpeed
+
+
+def configure_deepspeed_checkpointing(
+    deepspeed_config, *, use_gradient_checkpointing, use_gradient_checkpointing_offload, device
+):
+    """Hand the `activation_checkpointing` section of a DeepSpeed config to DeepSpeed, if there is one.
+
+    Neither Accelerate nor the DeepSpeed engine does this. Afterwards `gradient_checkpoint_forward` goes through
+    DeepSpeed. Call it once, after the process group exists and before the first step.
+
+    Args:
+        deepspeed_config (`dict`):
+            The whole DeepSpeed config.
+        use_gradient_checkpointing, use_gradient_checkpointing_offload (`bool`):
+            The flags of this run.
+        device (`torch.device`):
+            Where the model runs.
+
+    Returns:
+        `bool`: Whether the config has the section, and DeepSpeed is in charge.
+
+    Raises:
+        ValueError: A key of the section is unknown or cannot work here, or contradicts the flags.
+    """
+    section = deepspeed_config.get("activation_checkpointing")
+    if section is None:
+        return False
+    where = "'activation_checkpointing' in the DeepSpeed config"
+    options = {
+        "cpu_checkpointing": "checkpoint_in_cpu",
+        "synchronize_checkpoint_boundary": "synchronize",
+        "profile": "profile",
+    }
+    for key in section:
+        if key in ("partition_activations", "contiguous_memory_optimization", "number_checkpoints"):
+            if section[key]:
+                raise ValueError(f"{where}: {key} needs tensor parallelism, which is not used here. Remove it.")
+        elif key not in options:
+            raise ValueError(f"{where}: unknown key {key!r}, allowed are {', '.join(sorted(options))}.")
+    if not (use_gradient_checkpointing or use_gradient_checkpointing_offload):
+        raise ValueError(f"{where} has no effect without --use_gradient_checkpointing. Add the flag or remove it.")
+    if use_gradient_checkpointing_offload and not section.get("cpu_checkpointing"):
+        raise ValueError(
+            f"--use_gradient_checkpointing_offload: {where} is present, so DeepSpeed does the parking, but its key "
+            "cpu_checkpointing is off. Set it to true, or remove the section."
+        )
+    if section.get("cpu_checkpointing") and not use_gradient_checkpointing_offload:
+        raise ValueError(f"{where}: cpu_checkpointing is on, but --use_gradient_checkpointing_offload is not given.")
+    if section.get("cpu_checkpointing") and torch.device(device).type == "cpu":
+        raise ValueError(f"{where}: cpu_checkpointing cannot work on a CPU device. Set it to false.")
+
+    import deepspeed
+
+    deepspeed.checkpointing.configure(None, **{options[key]: section[key] for key in options if key in section})
+    return True
+
+
+def _deepspeed_checkpointing_is_configured():
+    # Only a process that has imported DeepSpeed can have configured it; importing it here would cost seconds.
+    deepspeed = sys.modules.get("deepspeed")
+    return deepspeed is not None and deepspeed.checkpointing.is_configured()
+
+
+def _deepspeed_checkpoint(model, run, tensors):
+    """Recompute `run(*tensors)` through DeepSpeed; return its output in its own structure."""
+    # Not its reentrant form, which loses the gradients of a block whose first input needs none.
+    from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+
+    template, sightings = None, []
+
+    def run_flat(*tensors, sightings=sightings):  # the graph owns this function, and so the sightings
+        nonlocal template
+        outputs = []
+        template = _map_leaves(functools.partial(_take_tensor, outputs), run(*tensors))
+        return tuple(outputs)
+
+    # `cpu_checkpointing` empties the tensor objects that it is given. It gets aliases, so that no one else's tensor
+    # changes, and those that live on anyway are marked as not to be copied.
+    aliases = []
+    for position, tensor in enumerate(tensors):
+        sighting = offload.first_sighting(model, position, tensor)
+        aliases.append(tensor.view_as(tensor))
+        aliases[-1].no_checkpointing = sighting is None
+        sightings.append(sighting)
+    outputs = non_reentrant_checkpoint(run_flat, *aliases)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return _map_leaves(functools.partial(_put_tensor, outputs), template)

@@ -1,0 +1,135 @@
+"""Copies between a device and host memory, at once or beside the computation."""
+
+import collections
+
+import torch
+
+from blockwise.pinned_pool import HostPool
+
+
+# When a copy is done, and the compute stream on which it was started: there the memory of its device side was
+# allocated, and there it is allocated again as soon as it is free.
+Copy = collections.namedtuple("Copy", "done stream")
+
+
+class Copier:
+    """Copies between a device and host memory. This one does it at once, for a device whose memory is the host's.
+
+    Args:
+        device (`torch.device`)
+    """
+
+    pin_memory = False
+
+    def __init__(self, device):
+        self.device, self.pool = device, HostPool(self.pin_memory)
+        self.num_waits = 0  # of a computation for a copy
+
+    def to_host(self, target, source):
+        """Start to copy `source`, on the device, to `target`, a buffer's bytes, both `torch.uint8` of shape (N,).
+
+        Returns:
+            `Copy`, to be waited for before `source` is let go.
+        """
+        target.copy_(source)
+        return Copy(None, None)
+
+    def to_device(self, target, source):
+        """Start to copy `source`, a buffer's bytes, to `target`, on the device, both `torch.uint8` of shape (N,).
+
+        Returns:
+            `Copy`, to be waited for before `target` is used or let go.
+        """
+        target.copy_(source)
+        return Copy(None, None)
+
+    def wait(self, copy, stream=None):
+        """Let a computation go on only when `copy` is done.
+
+        Args:
+            copy (`Copy`)
+            stream (`torch.Stream`, *optional*): That of the computation, by default the one that `copy` started on.
+        """
+        self.num_waits += 1
+
+    def compute_stream(self):
+        """Return the stream on which the device computes now, None if it has none."""
+        return None
+
+    def num_unsatisfied_waits(self):
+        """Return how many waits found their copy unfinished, as far as the device has come."""
+        return 0
+
+    def reset_waits(self):
+        """Count waits from zero."""
+        self.num_waits = 0
+
+
+class StreamCopier(Copier):
+    """Copies beside the computation, on one stream for each direction.
+
+    Not with `record_stream`, which would let the allocator hold memory until the host has looked at events: memory
+    is used again in the order of the compute stream, which waits for the copy before its memory is free.
+    """
+
+    pin_memory = True
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.host_stream, self.device_stream = self.new_stream(), self.new_stream()
+        self._num_unsatisfied, self._open_waits = 0, collections.deque()
+
+    def to_host(self, target, source):
+        return self._copy(self.host_stream, self.device_stream, target, source)
+
+    def to_device(self, target, source):
+        return self._copy(self.device_stream, self.host_stream, target, source)
+
+    def _copy(self, stream, opposite, target, source):
+        # Before `with stream`, inside of which it would be another.
+        compute = self.compute_stream()
+        # The source is computed there; the target's memory may still be in use by what it was before.
+        stream.wait_stream(compute)
+        # The two directions share host memory: what is reloaded was written by the other one, and a buffer that was
+        # given back may still be read by the other one.
+        stream.wait_stream(opposite)
+        self.enqueue(stream, target, source)
+        return Copy(stream.record_event(self.new_event()), compute)
+
+    def wait(self, copy, stream=None):
+        super().wait(copy)
+        stream = copy.stream if stream is None else stream
+        reached = stream.record_event(self.new_event())
+        stream.wait_event(copy.done)
+        self._open_waits.append((reached, copy.done))
+        self.num_unsatisfied_waits()  # of long ago: where nobody ever asks they should not pile up
+
+    def num_unsatisfied_waits(self):
+        while self._open_waits:
+            # Out of the queue first, since a finalizer may come between and do the same.
+            reached, done = self._open_waits.popleft()
+            if not (reached.query() and done.query()):
+                self._open_waits.appendleft((reached, done))
+                break
+            self._num_unsatisfied += reached.elapsed_time(done) > 0
+        return self._num_unsatisfied
+
+    def reset_waits(self):
+        super().reset_waits()
+        self._num_unsatisfied = 0  # those that are still open count when the device has come that far
+
+    def compute_stream(self):
+        return torch.accelerator.current_stream(self.device)
+
+    def new_stream(self):
+        """Return a stream of the device."""
+        return torch.Stream(self.device)
+
+    def new_event(self):
+        """Return an event of the device that knows the time."""
+        return torch.Event(self.device, enable_timing=True)
+
+    def enqueue(self, stream, target, source):
+        """Let `stream` copy `source` to `target`."""
+        with stream:
+            target.copy_(source, non_blocking=True)

@@ -1,0 +1,555 @@
+"""Predicts what a training step takes of a device's memory, from shapes alone: no weights, no accelerator.
+
+One forward and backward pass of the real model function runs on tensors without content (`FakeTensorMode`), with at
+most three blocks of each list: the first, one from the middle, the last. Its pieces - a block forward, a block
+backward, what comes before and after - are then put together for the real number of blocks and for any `MemoryPlan`.
+Not in it: the context of the device, workspaces of its libraries, fragmentation.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import math
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from blockwise import offload
+from blockwise.plan import KEEP, PARK
+from blockwise.tracking import LiveBytes
+
+
+# What plans are compared by: assumed figures of a large accelerator in bf16, and of its link to the host.
+FLOPS_PER_SECOND, LINK_BYTES_PER_SECOND = 450e12, 50e9
+NUM_MULTIPROCESSORS = 132  # of the same accelerator
+
+# ---------------------------------------------------------------- tensors without content
+
+
+@contextlib.contextmanager
+def fake_tensors(device_type):
+    """Context in which tensors have shapes but no content, and save for the backward pass what they would there.
+
+    Args:
+        device_type (`str`):
+            `"cpu"`, or the type of an accelerator. A build without that accelerator cannot even pretend to have it, so
+            the tensors are on "cpu" either way; where the CPU's kernels save something else, they are replaced.
+    """
+    with contextlib.ExitStack() as stack:
+        if device_type != "cpu":
+            stack.enter_context(mock.patch("torch.nn.functional.rms_norm", _fused_rms_norm))
+            stack.enter_context(mock.patch("torch.nn.functional.dropout", _fused_dropout))
+            attention = functools.partial(_fused_attention, torch.nn.functional.scaled_dot_product_attention)
+            stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", attention))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """Saves what the fused kernel of accelerators does; the CPU, which has none, saves copies in fp32."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+def _fused_rms_norm(x, normalized_shape, weight=None, eps=None):
+    return _FusedRMSNorm.apply(x, weight)
+
+
+def _fused_dropout(x, p=0.5, training=True, inplace=False):
+    """Keep a mask of one byte per element, where the CPU keeps one of the dtype of `x`."""
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Saves and takes what the fused kernels of accelerators do; the CPU's sums up in the gradients themselves."""
+
+    @staticmethod
+    def forward(ctx, attention, query, key, value):
+        result = attention(query, key, value)
+        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        ctx.is_flash = attention.keywords["attn_mask"] is None and query.dtype != torch.float32
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, *_ = ctx.saved_tensors
+        scratch_bytes = attention_scratch_bytes(*query.shape, is_flash=ctx.is_flash)
+        scratch = query.new_empty(scratch_bytes, dtype=torch.uint8)
+        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        del scratch  # only now
+        return None, *gradients
+
+
+def _fused_attention(attention, query, key, value, attn_mask=None, **settings):
+    attention = functools.partial(attention, attn_mask=attn_mask, **settings)
+    if not torch.is_grad_enabled():
+        return attention(query, key, value)
+    return _FusedAttention.apply(attention, query, key, value)
+
+
+def attention_scratch_bytes(batch_size, num_heads, num_rows, width, *, is_flash):
+    """Return what the backward pass of attention takes on CUDA beside the gradients that it makes.
+
+    FlashAttention-2 (`mha_bwd` in torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp) adds up the
+    gradient of the query in fp32, rows rounded up to 128 and the width of a head to 32, with one more number for each
+    row. Where it is to be deterministic it makes as many of these sums as keep all multiprocessors busy. The
+    memory-efficient kernel (mem_eff_attention/kernel_backward.h) has one such sum in any case.
+
+    Args:
+        batch_size, num_heads, num_rows, width (`int`): Of the query; the last is that of a head.
+        is_flash (`bool`): torch takes it for bf16 without a mask, and otherwise the memory-efficient kernel.
+    """
+    num_sums = 1
+    if is_flash and torch.are_deterministic_algorithms_enabled():
+        num_sums = -(-_num_multiprocessors() // (batch_size * num_heads))
+    num_rows, width = -(-num_rows // 128) * 128, -(-width // 32) * 32
+    return 4 * batch_size * num_heads * num_rows * (num_sums * width + 1)
+
+
+def _num_multiprocessors():
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties().multi_processor_count
+    return NUM_MULTIPROCESSORS
+
+
+# ---------------------------------------------------------------- one step, in pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A stretch of a step, in bytes.
+
+    Args:
+        rise_bytes (`int`): The highest that is alive in it, above what was at its start.
+        change_bytes (`int`): What is alive at its end, less what was at its start.
+        rise_gradient_bytes, change_gradient_bytes (`int`): The part of the two which is gradients of parameters.
+        rise_of_others_bytes (`int`): The highest that is alive in it without these, above what was at its start.
+    """
+
+    rise_bytes: int = 0
+    change_bytes: int = 0
+    rise_gradient_bytes: int = 0
+    change_gradient_bytes: int = 0
+    rise_of_others_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The highest moment of a step, in bytes above what was there before it.
+
+    Args:
+        num_bytes (`int`)
+        gradient_bytes (`int`): The part of it that is gradients of parameters.
+        place (`str`): When it is reached, such as "backward of transformer_blocks.7".
+    """
+
+    num_bytes: int
+    gradient_bytes: int
+    place: str
+
+
+class StepProfile:
+    """What a forward and backward pass takes, for any plan.
+
+    Args:
+        block_lists (`dict[str, int]`):
+            Name -> number of blocks of the real model, in the order in which they run.
+        build (`Callable[[bool], tuple[nn.Module, Callable[[], Callable[[], torch.Tensor]]]]`):
+            From whether the blocks are checkpointed to a transformer on the meta device, whose block lists (attributes
+            of the same names) have at most three blocks each, and a function that is called once it is elsewhere: it
+            makes a batch, and returns a function from there to a loss.
+        device_type (`str`): See `fake_tensors`.
+    """
+
+    def __init__(self, block_lists, build, *, device_type):
+        self.block_lists = block_lists
+        self._build, self._device_type = build, device_type
+        self._recorded = {}
+
+    @contextlib.contextmanager
+    def _fake_step(self, recompute):
+        transformer, make_step = self._build(recompute)  # outside: PEFT cannot add adapters to fake tensors
+        with fake_tensors(self._device_type):
+            without_content(transformer)
+            yield transformer, make_step()
+
+    def _record(self, recompute):
+        """Return the `_Recording` with every block kept or with every block recomputed."""
+        if recompute not in self._recorded:
+            with self._fake_step(recompute) as (transformer, step):
+                self._recorded[recompute] = _record(transformer, step, self.block_lists)
+        return self._recorded[recompute]
+
+    @functools.cached_property
+    def inference_bytes(self):
+        """The most bytes that a forward pass without gradients has alive, above what was there before it."""
+        with self._fake_step(False) as (_, step):
+            return peak_of(step)
+
+    @functools.cached_property
+    def _flops(self):
+        with self._fake_step(False) as (transformer, step):
+            return _count_flops(transformer, step, self.block_lists)
+
+    def _blocks(self, modes):
+        """Yield for each block of the real model its name, its counterpart in the recordings, and its mode."""
+        first = 0
+        for name, num_blocks in self.block_lists.items():
+            num_recorded = min(num_blocks, 3)
+            for index, mode in enumerate(modes[name]):
+                last = index == num_blocks - 1
+                yield f"{name}.{index}", first + (num_recorded - 1 if last else min(index, 1)), mode
+            first += num_recorded
+
+    def parked_bytes(self, modes):
+        """Return the bytes in host memory when the forward pass of a plan (`MemoryPlan.modes`) has ended."""
+        parked = [counterpart for _, counterpart, mode in self._blocks(modes) if mode == PARK]
+        return sum(self._record(True).input_bytes[counterpart] for counterpart in parked)
+
+    def working_set_bytes(self, modes):
+        """Return what the backward pass of one block of a plan takes at most, above what was alive before it."""
+        highest = 0
+        for _, counterpart, mode in self._blocks(modes):
+            recording = self._record(mode != KEEP)
+            again, backward = recording.recomputation[counterpart], recording.backward[counterpart]
+            highest = max(highest, again.rise_bytes, again.change_bytes + backward.rise_bytes)
+        return highest
+
+    def peak(self, modes, *, gradient_factor=1):
+        """Return the `Peak` of a plan (`MemoryPlan.modes`).
+
+        Args:
+            gradient_factor (`float`):
+                How many bytes stay of each byte of gradients that the backward pass makes: 0 where they are added to
+                those that are there already, or go into a buffer; 2 where it makes fp32 sums of bf16 gradients.
+        """
+        return max(self._moments(modes, gradient_factor), key=lambda moment: moment.num_bytes)
+
+    def _moments(self, modes, gradient_factor):
+        blocks = list(self._blocks(modes))
+        recordings = {mode: self._record(mode != KEEP) for *_, mode in blocks}
+        some = next(iter(recordings.values()))
+        live = gradients = 0  # the first without the second
+
+        def moment(piece, place, gone=0):
+            nonlocal live, gradients
+            start = live
+            # With gradients, and without, the highest may be at two moments of a piece.
+            reached = max(
+                (piece.rise_bytes - piece.rise_gradient_bytes, gradients + piece.rise_gradient_bytes),
+                (piece.rise_of_others_bytes, gradients),
+                key=lambda pair: pair[0] + gradient_factor * pair[1],
+            )
+            held = round(gradient_factor * reached[1])
+            live += piece.change_bytes - piece.change_gradient_bytes
+            gradients += piece.change_gradient_bytes
+            return Peak(start + reached[0] + held - gone, held, place)
+
+        yield moment(some.before, "before the blocks")
+        # The newest parked input stays on the device until the next one is parked, and in the backward pass each is
+        # fetched while the parked block after it is at work: see `blockwise.offload`.
+        parked = []
+        for name, counterpart, mode in blocks:
+            if mode == PARK:
+                if parked:
+                    live -= recordings[PARK].input_bytes[parked[-1]]
+                parked.append(counterpart)
+            yield moment(recordings[mode].forward[counterpart], f"forward of {name}")
+        yield moment(recordings[blocks[-1][2]].after, "after the blocks")
+        newest = True
+        for name, counterpart, mode in reversed(blocks):
+            gone = 0
+            if mode == PARK:
+                parked.pop()
+                if parked:
+                    live += recordings[PARK].input_bytes[parked[-1]]
+                if not newest:
+                    # What was fetched and needs no gradient is gone as soon as the block has run again.
+                    gone = recordings[PARK].frozen_input_bytes[counterpart]
+                newest = False
+            yield moment(recordings[mode].recomputation[counterpart], f"backward of {name}")
+            yield moment(recordings[mode].backward[counterpart], f"backward of {name}", gone)
+
+    def added_seconds(self, modes):
+        """Return what a plan (`MemoryPlan.modes`) adds to the time of a step on an accelerator, for comparison.
+
+        A recomputed block runs forward again. A parked one also crosses the link, which costs nothing as far as the
+        computation of another block hides it.
+        """
+        seconds = 0.0
+        for _, counterpart, mode in self._blocks(modes):
+            recomputed = self._flops[counterpart] / FLOPS_PER_SECOND
+            if mode != KEEP:
+                seconds += recomputed
+            if mode == PARK:
+                moved = self._record(True).input_bytes[counterpart] / LINK_BYTES_PER_SECOND
+                seconds += max(0.0, moved - recomputed)
+        return seconds
+
+
+@dataclasses.dataclass
+class _Recording:
+    before: Piece
+    forward: list[Piece]
+    after: Piece
+    recomputation: list[Piece]  # empty where nothing is recomputed
+    backward: list[Piece]
+    input_bytes: list[int]  # what each block could park
+    frozen_input_bytes: list[int]  # of that, what needs no gradient
+
+
+def _block_modules(transformer, block_lists):
+    return [block for name in block_lists for block in getattr(transformer, name)]
+
+
+def _record(transformer, step, block_lists):
+    """Run `step` once and return its `_Recording`."""
+    blocks = _block_modules(transformer, block_lists)
+    parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    marks, inputs = {}, [None] * len(blocks)
+    in_forward, peak_of_others = True, 0
+
+    def note(live):
+        nonlocal peak_of_others
+        peak_of_others = max(peak_of_others, live.live_bytes - live.by_category["gradients"])
+
+    with LiveBytes(on_change=note) as live, contextlib.ExitStack() as hooks:
+        for parameter in parameters:
+            hook = parameter.register_post_accumulate_grad_hook(lambda p: live.count([p.grad], "gradients"))
+            hooks.callback(hook.remove)
+        start_bytes = live.live_bytes
+
+        def mark(name):
+            nonlocal peak_of_others
+            if name not in marks:
+                live_bytes, peak_bytes, at_peak = live.mark()
+                gradients = live.by_category["gradients"]
+                marks[name] = live_bytes, peak_bytes, gradients, at_peak.get("gradients", 0), peak_of_others
+                peak_of_others = live_bytes - gradients
+
+        def before_block(index):
+            def hook(block, args, kwargs):
+                if in_forward:
+                    mark(("forward", index))
+                    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                    inputs[index] = [
+                        (t.untyped_storage()._cdata, t.nbytes if offload.is_worth_parking(t) else 0, t.requires_grad)
+                        for t in tensors
+                    ]
+
+            return hook
+
+        def after_block(index):
+            def hook(block, args, output):
+                if not in_forward:
+                    mark(("backward", index))  # it has run again, as far as was needed
+                    return
+                for tensor in tree_leaves(output):
+                    if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                        # The first of its outputs whose gradient is there starts a block's backward pass.
+                        tensor.register_hook(lambda grad: mark(("recomputation", index)))
+                if index == len(blocks) - 1:
+                    mark("after")
+
+            return hook
+
+        for index, block in enumerate(blocks):
+            hooks.callback(block.register_forward_pre_hook(before_block(index), with_kwargs=True).remove)
+            # Also where the recomputation is broken off, which is done by an exception.
+            hooks.callback(block.register_forward_hook(after_block(index), always_call=True).remove)
+        live.mark()
+        loss = step()
+        in_forward = False
+        loss.backward()
+        mark("end")
+        for parameter in parameters:
+            parameter.grad = None
+
+    # Each mark holds the peak of the piece that it ends, which began at the mark before it.
+    names = [("forward", index) for index in range(len(blocks))] + ["after"]
+    for index in reversed(range(len(blocks))):
+        names += [("recomputation", index), ("backward", index)]
+    pieces, start, start_gradients = {}, start_bytes, 0
+    for piece, name in zip(["before", *names], [*names, "end"], strict=True):
+        if name not in marks:
+            pieces[piece] = Piece()  # of a block that is not recomputed, or that no gradient reaches
+            continue
+        live_bytes, peak_bytes, gradients, gradients_at_peak, peak_of_others = marks[name]
+        pieces[piece] = Piece(
+            rise_bytes=peak_bytes - start,
+            change_bytes=live_bytes - start,
+            rise_gradient_bytes=gradients_at_peak - start_gradients,
+            change_gradient_bytes=gradients - start_gradients,
+            rise_of_others_bytes=peak_of_others - (start - start_gradients),
+        )
+        start, start_gradients = live_bytes, gradients
+    return _Recording(
+        before=pieces["before"],
+        forward=[pieces["forward", index] for index in range(len(blocks))],
+        after=pieces["after"],
+        recomputation=[pieces["recomputation", index] for index in range(len(blocks))],
+        backward=[pieces["backward", index] for index in range(len(blocks))],
+        input_bytes=_parkable_bytes(inputs, (True, False)),
+        frozen_input_bytes=_parkable_bytes(inputs, (False,)),
+    )
+
+
+def _parkable_bytes(inputs, requires_grad):
+    """Return for each block the bytes of those of its inputs that no other block is given."""
+    result = []
+    for index, tensors in enumerate(inputs):
+        others = {address for i, entries in enumerate(inputs) if i != index for address, *_ in entries or ()}
+        own = {address: num_bytes for address, num_bytes, requires in tensors or () if requires in requires_grad}
+        result.append(sum(num_bytes for address, num_bytes in own.items() if address not in others))
+    return result
+
+
+class _Flops(torch.utils._python_dispatch.TorchDispatchMode):
+    """Adds up the floating-point operations of matrix products, convolutions and attention."""
+
+    # torch's own counter misses the attention kernel of the CPU.
+    _ATTENTION = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.num_flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in self._ATTENTION:
+            self.num_flops += sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+        elif packet in flop_registry:
+            self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def _count_flops(transformer, step, block_lists):
+    """Return for each block the floating-point operations of its forward pass."""
+    counts, started = [], []
+    blocks = _block_modules(transformer, block_lists)
+    with _Flops() as flops, contextlib.ExitStack() as hooks, torch.no_grad():
+        for block in blocks:
+            hooks.callback(block.register_forward_pre_hook(lambda *_: started.append(flops.num_flops)).remove)
+            hook = block.register_forward_hook(lambda *_: counts.append(flops.num_flops - started[-1]))
+            hooks.callback(hook.remove)
+        step()
+    return counts
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+def optimizer_bytes(optimizer_class, arguments, shapes):
+    """Return what an optimizer keeps of fp32 parameters, and what a step takes beside that for a moment.
+
+    Measured on small tensors. What a matrix needs is linear in its number of entries and in that of its rows and
+    columns, which is how the figures of large ones are had; small ones are measured as they are.
+
+    Args:
+        optimizer_class (`type`), arguments (`dict`): See `training.optimizers.find_optimizer`.
+        shapes (`list[tuple[int, ...]]`): Of the parameters.
+
+    Returns:
+        `tuple[int, int]`: Bytes of its state, and the most bytes that a step takes above that.
+    """
+    measured = {}
+
+    def measure(shape):
+        # Of two, since a loop over parameters holds on to something of the one before.
+        if shape not in measured:
+            state_bytes, transient_bytes = _measure_optimizer(optimizer_class, arguments, [shape] * 2)
+            measured[shape] = state_bytes / 2, transient_bytes
+        return measured[shape]
+
+    # bytes(rows, columns) = a * rows * columns + b * (rows + columns) + c, from three sizes.
+    known = [(64, 128), (128, 256), (256, 512)]
+    system = torch.tensor([[rows * columns, rows + columns, 1] for rows, columns in known], dtype=torch.float64)
+
+    def predict(shape):
+        if math.prod(shape) <= 1 << 16:
+            return measure(shape)
+        figures = torch.tensor([measure(size) for size in known], dtype=torch.float64)
+        rows, columns = shape[0], math.prod(shape[1:])
+        entry = torch.tensor([rows * columns, rows + columns, 1], dtype=torch.float64)
+        return tuple((entry @ torch.linalg.solve(system, figures)).tolist())
+
+    counts = collections.Counter(map(tuple, shapes))
+    predicted = {shape: predict(shape) for shape in counts}
+    state_bytes = sum(count * predicted[shape][0] for shape, count in counts.items())
+    # Some optimizers take all parameters at once, others one after the other.
+    _, of_one = _measure_optimizer(optimizer_class, arguments, [known[0]])
+    if measure(known[0])[1] > 1.75 * of_one:
+        return round(state_bytes), round(sum(count * predicted[shape][1] / 2 for shape, count in counts.items()))
+    return round(state_bytes), round(max(transient for _, transient in predicted.values()))
+
+
+def _measure_optimizer(optimizer_class, arguments, shapes):
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = optimizer_class(parameters, **arguments)
+    with torch.random.fork_rng(devices=[]), LiveBytes() as live:
+        optimizer.step()  # makes the state
+    storages = {}
+    for state in optimizer.state.values():
+        for value in tree_leaves(state):
+            if isinstance(value, torch.Tensor):
+                storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+    state_bytes = sum(storages.values())
+    with LiveBytes() as live:
+        optimizer.step()
+    return state_bytes, live.peak_bytes
+
+
+def without_content(module):
+    """Give a module on the meta device parameters and buffers without content. Call it inside `fake_tensors`.
+
+    Returns:
+        `nn.Module`: The same.
+    """
+    fakes = {}  # by the identity of what they replace: what is shared stays shared
+
+    def fake(tensor):
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                fakes[id(tensor)] = nn.Parameter(fakes[id(tensor)], requires_grad=tensor.requires_grad)
+        return fakes[id(tensor)]
+
+    originals = [*module.parameters(), *module.buffers()]  # alive, or an identity could come twice
+    for part in module.modules():
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        # And plain attributes, such as tables of frequencies.
+        own += [(name, value) for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
+        originals += [tensor for _, tensor in own]
+        for name, tensor in own:
+            setattr(part, name, fake(tensor))
+    return module
+
+
+def peak_of(function):
+    """Return the most bytes that `function()` has alive above what was there before, without gradients.
+
+    Call it inside `fake_tensors`.
+    """
+    with LiveBytes() as live, torch.no_grad():
+        function()
+    return live.peak_bytes

@@ -1,0 +1,221 @@
+"""What runs keep of a dataset between them: digests of its files, what was measured of them, and what encoders made.
+
+    CACHE_DIR/index-R.jsonl             lines that process R of any run added, the last of one key holds
+    CACHE_DIR/captions/ab/KEY.safetensors   embedding of one caption
+    CACHE_DIR/media/ab/KEY.safetensors      latents and conditions of one picture or clip
+
+Everything is found by content: the key of an entry is the digest of all that its bytes depend on. So an entry is never
+stale, and two runs, or two datasets with a file in common, can share it. An entry is written beside and renamed: it is
+complete or absent.
+"""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import threading
+import time
+
+import safetensors.torch
+
+from dataset.metadata import frame_names
+from runtime.errors import RefusedError
+
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+# Of files that changed more recently than this the times do not tell whether they change again.
+_SETTLED_NANOSECONDS = 2 * 10**9
+
+
+def digest_of(value):
+    """Return the digest of a value that JSON takes, equal for equal values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def installed_version(package):
+    """Return the version of a package, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def code_identity(paths, packages):
+    """Return the digest of what code does: of source files without their comments and docstrings, and of versions.
+
+    Args:
+        paths (`tuple[str, ...]`): Of Python files.
+        packages (`tuple[str, ...]`): Names of packages; that one is not installed counts, too.
+    """
+    trees = []
+    for path in paths:
+        tree = ast.parse(pathlib.Path(path).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:]
+        trees.append(ast.dump(tree))
+    return digest_of([trees, {name: installed_version(name) for name in packages}])
+
+
+class Cache:
+    """A cache folder, as one process sees it.
+
+    Args:
+        folder (`str`): Made when there is something to write.
+        process_index (`int`): Each process adds to an index of its own.
+
+    Raises:
+        RefusedError: An index cannot be read.
+    """
+
+    def __init__(self, folder, process_index=0):
+        self.folder = pathlib.Path(folder)
+        self._files, self._measured, self._items = {}, {}, {}
+        self._lock = threading.Lock()
+        self._own_index, self._index = self.folder / f"index-{process_index}.jsonl", None
+        for path in sorted(self.folder.glob("index-*.jsonl")):
+            self._read_index(path)
+
+    def _read_index(self, path):
+        kinds = {"file": self._files, "measured": self._measured, "made": self._items}
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise RefusedError(f"--cache_dir {self.folder}: {path.name} cannot be read: {error.strerror}.") from error
+        for line in text.split("\n"):
+            try:
+                kind, key, value = json.loads(line)
+                kinds[kind][key] = value
+            except (ValueError, KeyError, TypeError):
+                continue  # cut off by a kill, or of another version
+
+    def _add(self, kind, key, value):
+        line = json.dumps([kind, key, value]) + "\n"
+        with self._lock:
+            try:
+                if self._index is None:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    # Line by line, so that a killed run loses nothing.
+                    self._index = self._own_index.open("a", buffering=1, encoding="utf-8")
+                    self._index.write("\n")  # after a line that it may have left unfinished
+                self._index.write(line)
+            except OSError:
+                # A cache that is full of entries and cannot be written serves as well; then this is found out again.
+                # Where entries are to be written too, `make_folder` refuses.
+                self._index = open(os.devnull, "w")
+
+    def make_folder(self):
+        """Make the folder, and check that it can be written.
+
+        Raises:
+            RefusedError: It cannot.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._own_index.touch()
+        except OSError as error:
+            raise RefusedError(f"--cache_dir {self.folder} cannot be written: {error.strerror}.") from None
+
+    # ---- media
+
+    def digest(self, content):
+        """Return the digest of a file's bytes, of those of a folder's pictures, or of bytes.
+
+        A file is read only if its size, times or place on the disk differ from when it was read last.
+        """
+        if isinstance(content, bytes):
+            return hashlib.sha256(content).hexdigest()
+        if os.path.isdir(content):
+            names = sorted(frame_names(content))
+            return digest_of([[name, self.digest(os.path.join(content, name))] for name in names])
+        key, status = os.path.abspath(content), os.stat(content)
+        state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        known = self._files.get(key)
+        if known is not None and known[0] == state:
+            return known[1]
+        with open(content, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NANOSECONDS:
+            self._files[key] = [state, digest]
+            self._add("file", key, [state, digest])
+        return digest
+
+    def measured(self, key, measure):
+        """Return what `measure` returns, a value that JSON takes, and remember it under `key`."""
+        if key not in self._measured:
+            self._measured[key] = json.loads(json.dumps(measure()))
+            self._add("measured", key, self._measured[key])
+        return self._measured[key]
+
+    def last_parts(self, name):
+        """Return the parts of the key that an item had when it was last encoded, or None."""
+        return self._items.get(name)
+
+    def note_parts(self, name, parts):
+        """Remember the parts of the key with which an item was encoded."""
+        if parts != self._items.get(name):
+            self._items[name] = parts
+            self._add("made", name, parts)
+
+    # ---- entries
+
+    def path(self, kind, parts):
+        """Return where the entry of a kind (`"captions"`, `"media"`) is whose key has these parts."""
+        key = digest_of(parts)
+        return self.folder / kind / key[:2] / f"{key}.safetensors"
+
+    @property
+    def holds_entries(self):
+        """Whether anything was encoded into it yet."""
+        return any((self.folder / kind).is_dir() for kind in ("captions", "media"))
+
+    def remove_leftovers(self):
+        """Remove what killed runs left unfinished; what runs write at this moment is younger."""
+        for path in self.folder.glob("*/*/*.tmp"):
+            # Other processes do the same.
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > 3600:
+                    path.unlink()
+
+
+def is_complete(path):
+    """Tell whether an entry is there, with as many bytes as its header says."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+            return os.fstat(file.fileno()).st_size == 8 + length + max(ends)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, MemoryError):
+        return False
+
+
+def write_entry(path, tensors):
+    """Write an entry whole.
+
+    Args:
+        path (`pathlib.Path`): From `Cache.path`.
+        tensors (`dict[str, torch.Tensor]`): On the CPU.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        with open(beside, "wb") as file:
+            file.write(safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def read_entry(path):
+    """Return the tensors of an entry."""
+    return safetensors.torch.load_file(path)

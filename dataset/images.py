@@ -1,0 +1,245 @@
+"""Decodes pictures and brings them to the size they train at: file -> RGB picture -> (3, H, W) tensor.
+
+One path for every picture, so that orientation, transparency and pixel range cannot differ between two of them.
+"""
+
+import io
+import logging
+import os
+from functools import partial
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image, ImageCms, ImageOps, TiffImagePlugin, UnidentifiedImageError
+
+from dataset.colours import expand_range, profile_of_image
+from dataset.inspection import Inspector, dropped_record, inspect_each
+from runtime.errors import RefusedError
+
+
+logger = logging.getLogger(__name__)
+
+# Pillow knows more, of which some are read by other programs (EPS) and many are seldom tried.
+PICTURE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+
+# The largest cameras take 151 million. Decoding takes up to 20 bytes for each, and a false header may say anything.
+MAX_SOURCE_PIXELS = 180_000_000
+# In place of Pillow's own limits, a warning at half of that and an error, both without the name of the file.
+Image.MAX_IMAGE_PIXELS = None
+# Pillow's own reader of uncompressed TIFF takes strips that are missing, and colours stored one after the other with
+# 16 bits, for something else.
+TiffImagePlugin.READ_LIBTIFF = True
+
+
+def open_image(media, name=None):
+    """Decodes a picture completely, upright and in sRGB, transparency composited on white.
+
+    Args:
+        media: A path or the bytes of a file.
+        name: How messages call the picture; the path if not given.
+
+    Returns:
+        A `PIL.Image.Image` in mode RGB that holds no file open.
+
+    Raises:
+        RefusedError: If it is missing, damaged, animated, too large, HDR, or of a kind without a defined colour range.
+    """
+    embedded = isinstance(media, bytes)
+    if name is None:
+        name = "embedded picture" if embedded else media
+    try:
+        # A pipe would be waited for.
+        if not embedded and not os.path.isfile(media):
+            raise ValueError("there is no such file")
+        # What it is shows in its first bytes, whatever its name ends with.
+        with Image.open(io.BytesIO(media) if embedded else media, formats=PICTURE_FORMATS) as image:
+            if image.width * image.height > MAX_SOURCE_PIXELS:
+                raise ValueError(
+                    f"it has {image.width}x{image.height} pixels, and at most {MAX_SOURCE_PIXELS} are read"
+                )
+            if image.format == "TIFF" and image.tag_v2.get(254, 0) & 1:
+                raise ValueError("it is the raw data of a camera, behind a small preview; save it as PNG or JPEG")
+            # MPO is a JPEG with a preview or a second view behind the picture.
+            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
+                raise ValueError(f"it has {image.n_frames} frames, and a picture has one")
+            profile, limited = profile_of_image(image)
+            image.load()
+            # Upright before anything looks at the size.
+            return _to_rgb(_upright(image, name), profile, limited)
+    except UnidentifiedImageError as error:
+        num_bytes = len(media) if embedded else os.path.getsize(media)
+        detail = "HEIF: save it as PNG or JPEG" if is_heif(media) else f"{num_bytes} bytes"
+        raise RefusedError(f"{name} is not a picture that Pillow can read ({detail}).") from error
+    except Exception as error:  # on damaged files Pillow raises OSError, SyntaxError, ValueError, struct.error, ...
+        raise RefusedError(f"{name} cannot be used: {error}.") from error
+
+
+def is_heif(media):
+    """Tells whether the file at a path, or bytes, are a HEIF image, whose codec is not AVIF's."""
+    with io.BytesIO(media) if isinstance(media, bytes) else open(media, "rb") as file:
+        head = file.read(12)
+    return head[4:8] == b"ftyp" and head[8:] in b"heic heix heim heis hevc hevx mif1 msf1".split()
+
+
+def _upright(image, name):
+    try:
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+    except Exception as error:  # SyntaxError, struct.error, ...: viewers show such a picture as it is stored, too
+        logger.info("%s: EXIF not readable: %s", name, error)
+        turned = False
+    if not turned:
+        return image
+    # Pillow would re-encode the rest, which fails for much of what cameras put there.
+    for key in ("exif", "Raw profile type exif"):
+        image.info.pop(key, None)
+    return ImageOps.exif_transpose(image)
+
+
+def _to_rgb(image, profile, limited):
+    if image.mode in ("F", "I"):
+        raise ValueError(f"32-bit pixels (mode {image.mode}) have no defined white; save it with 8 or 16 bits")
+    alpha = None
+    if image.mode == "La":
+        image = image.convert("LA")
+    if image.mode.startswith("I;16"):
+        # Pillow's own conversion clips at 255.
+        values = np.asarray(image).astype(np.uint32)
+        if "transparency" in image.info:
+            alpha = Image.fromarray(np.where(values == image.info["transparency"], 0, 255).astype(np.uint8))
+        white = 65535
+        if image.format == "TIFF":
+            # Pillow leaves 12 bits as they are, and does not turn those upside down in which 0 is white.
+            white = 2 ** image.tag_v2[ExifTags.Base.BitsPerSample][0] - 1
+            if image.tag_v2[ExifTags.Base.PhotometricInterpretation] == 0:
+                values = white - values
+        image = Image.fromarray(((values * 255 + white // 2) // white).astype(np.uint8))
+    elif image.has_transparency_data:
+        transparency = image.info.get("transparency")
+        if isinstance(transparency, tuple) and max(transparency) > 255:
+            # The colour has 16 bits, of which Pillow keeps the upper 8 in the pixels and looks for the lower.
+            image.info["transparency"] = tuple(value >> 8 for value in transparency)
+        rgba = image.convert("RGBA")
+        alpha = rgba.getchannel("A")
+        # Grey stays grey for its profile.
+        image = rgba.convert("RGB").convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
+    elif image.mode == "P":
+        image = image.convert("RGB")
+
+    image = to_srgb(expand_range(image.convert("RGB")) if limited else image, profile)
+    return image if alpha is None else on_white(image, alpha)
+
+
+def on_white(image, alpha):
+    """Composites a picture on white.
+
+    Args:
+        image: A `PIL.Image.Image` in mode RGB.
+        alpha: Its transparency, a picture of the same size in mode L: 0 is transparent.
+
+    Returns:
+        A `PIL.Image.Image` in mode RGB.
+    """
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=alpha)
+    return white
+
+
+def to_srgb(image, profile):
+    """Converts an image to sRGB.
+
+    Args:
+        image: A `PIL.Image.Image` without transparency.
+        profile: Its ICC profile, bytes; None for sRGB.
+
+    Returns:
+        A `PIL.Image.Image` in mode RGB.
+    """
+    if profile:
+        try:
+            profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            # Grey pictures with a profile for RGB are common. Other mismatches raise.
+            if image.mode == "L" and profile.profile.xcolor_space == "RGB ":
+                image = image.convert("RGB")
+            return ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
+        except (ImageCms.PyCMSError, OSError) as error:
+            # What viewers do with a broken profile as well: the picture is taken for sRGB.
+            logger.info("A colour profile was not usable: %s", error)
+    return image.convert("RGB")
+
+
+def cover_and_crop(image, height, width):
+    """Scales a picture until it covers the size, aspect kept, and crops what stands out evenly on both sides.
+
+    Args:
+        image: A `PIL.Image.Image`.
+        height: In pixels.
+        width: In pixels.
+
+    Returns:
+        A `PIL.Image.Image` of that size.
+    """
+    return ImageOps.fit(image, (width, height), method=Image.Resampling.LANCZOS)
+
+
+def to_tensor(image):
+    """Turns a picture into numbers: 0 becomes -1 and 255 becomes 1, exactly.
+
+    Args:
+        image: A `PIL.Image.Image` in mode RGB.
+
+    Returns:
+        A contiguous float32 tensor (3, H, W) in [-1, 1].
+    """
+    assert image.mode == "RGB", image.mode
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()  # (3, H, W)
+    return pixels.float() / 127.5 - 1.0
+
+
+def inspect_rows(rows, sizing, **how):
+    """Decodes every picture once, so that a bad one is known before a model loads.
+
+    Args:
+        rows: A list of `dataset.metadata.Row`.
+        sizing: A `dataset.buckets.Sizing`.
+        how: `on_bad_sample`, `cache` and `accelerator` of `dataset.inspection.inspect_each`.
+
+    Returns:
+        A list of `dataset.inspection.Item`.
+
+    Raises:
+        RefusedError: If pictures are bad; lists all of them with their reasons.
+    """
+    # Few threads: a picture of the largest size takes gigabytes while it is decoded.
+    inspector = Inspector("pictures", _measure, "picture", partial(_decide, sizing=sizing), max_threads=8)
+    return inspect_each(rows, inspector, **how)
+
+
+def _measure(content, name):
+    return {"size": open_image(content, name).size}
+
+
+def _decide(row, measured, sizing):
+    size = measured["size"]
+    record = dropped_record(row, {"size": list(size), "frames": 1, "fps": None})
+    chosen = sizing.choose(row.id, *size, 1)
+    if isinstance(chosen, str):
+        return record | {"reason": chosen}
+    height, width, _, batch_size = chosen
+    used = {"size": [width, height], "frames": 1}
+    if batch_size is not None:
+        used["batch_size"] = batch_size
+    return record | {"decision": "used", "used": used}
+
+
+def read_picture(row, record):
+    """Reads a picture at the size that its record says.
+
+    Args:
+        row: A `dataset.metadata.Row`.
+        record: Its record from `inspect_rows`.
+
+    Returns:
+        A float32 tensor (3, height, width) in [-1, 1].
+    """
+    width, height = record["used"]["size"]
+    return to_tensor(cover_and_crop(open_image(row.content, row.name), height, width))
