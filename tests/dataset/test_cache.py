@@ -179,7 +179,7 @@ def test_a_package_that_is_installed_later_counts(monkeypatch):
 
 def test_a_killed_writer_leaves_whole_entries(tmp_path):
     """Kill -9 in the middle of writing: what is there is complete, what is not is not taken for it."""
-    root = pathlib.Path(__file__).parents[3]
+    root = pathlib.Path(__file__).parents[2]
     code = (
         "import sys, torch; sys.path.insert(0, sys.argv[2])\n"
         "from dataset.cache import Cache, write_entry\n"

@@ -137,7 +137,7 @@ def test_processes_wait_longer_than_collectives_may_take(on_two_processes, tmp_p
             """
         )
     )
-    done = on_two_processes(script, pathlib.Path(__file__).parents[3], tmp_path / "cache")
+    done = on_two_processes(script, pathlib.Path(__file__).parents[2], tmp_path / "cache")
     for process in range(2):
         assert f"refused on {process} the caption '3': its prompt_embeds are not finite" in done.stdout
     assert len(list((tmp_path / "cache" / "captions").glob("*/*.safetensors"))) == 8

@@ -30,7 +30,7 @@ from dataset.videos import inspect_clips, read_clip
 from runtime.errors import RefusedError
 
 
-REPO = pathlib.Path(__file__).parents[3]
+REPO = pathlib.Path(__file__).parents[2]
 MAX_SECONDS = 20
 # Of all files together, after the first ones.
 MAX_GROWTH_BYTES = 100 * 2**20

@@ -25,7 +25,7 @@ from dataset.videos import inspect_clips, read_clip
 from runtime.errors import RefusedError
 
 
-REPO = pathlib.Path(__file__).parents[3]
+REPO = pathlib.Path(__file__).parents[2]
 
 # The usual codec of each container. Vp9's quickest settings, which change no times.
 QUICK = {"deadline": "realtime", "cpu-used": "8"}
