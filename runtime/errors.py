@@ -4,8 +4,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import pathlib
-import re
 import signal
 import sys
 
@@ -25,51 +23,45 @@ class StoppedError(RuntimeError):
 
 _INTERRUPTED = "error: interrupted; what was complete before still is"
 
-# How a command line begins that starts processes for training, after Python and its options.
-_LAUNCHER = re.compile(
-    r"(^|/)(accelerate|accelerate-launch|torchrun)$|accelerate[./]commands[./]|torch[./]distributed[./](run|launch)"
-)
-
-# What a disk says on which nothing can be written (any more).
+# What a disk reports when nothing can be written to it (any more).
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 @contextlib.contextmanager
 def exit_codes(*failures):
-    """Context that turns these errors into one sentence on stderr and the exit code. Others pass as they are.
+    """Context that turns these errors into one sentence on stderr and the exit code. Other errors pass unchanged.
 
     Args:
-        *failures (`type`): Further classes of errors that are treated as `FailedError` is.
+        *failures (`type`): Further classes of errors that are treated like `FailedError`.
     """
+    rank = os.environ.get("RANK", "0")
     try:
         if signal.getsignal(signal.SIGINT) is _end_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
+        return
     except StoppedError as stopped:
-        if os.environ.get("RANK", "0") == "0":
-            print(stopped, file=sys.stderr)
-        sys.exit(3)
+        code, text = 3, str(stopped) if rank == "0" else ""
     except KeyboardInterrupt:
-        print(_INTERRUPTED, file=sys.stderr)
-        sys.exit(1)
+        code, text = 1, _INTERRUPTED
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror}; what was complete before still is", file=sys.stderr)
-        sys.exit(1)
+        code, text = 1, f"error: {where}{error.strerror}; what was complete before still is"
     except (RefusedError, FailedError, *failures) as error:
-        rank, text = "", str(error)
+        code, text = 2 if isinstance(error, RefusedError) else 1, f"error: {error}"
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            rank = f" (process {os.environ['RANK']})"
-            # A list stands there once.
-            text = text if os.environ["RANK"] == "0" else text.partition("\n")[0]
-        print(f"error{rank}: {text}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, RefusedError) else 1)
+            # Only the first process prints a list.
+            text = str(error) if rank == "0" else str(error).partition("\n")[0]
+            text = f"error (process {rank}): {text}"
+    if text:
+        print(text, file=sys.stderr)
+    sys.exit(code)
 
 
 def interrupt_quietly():
-    """Let Ctrl-C end the process with one line until `exit_codes` is entered. Not every import would pass it on."""
+    """Let Ctrl-C end the process with one line until `exit_codes` is entered: some imports would swallow it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as in the background
         signal.signal(signal.SIGINT, _end_at_once)
 
@@ -80,33 +72,17 @@ def _end_at_once(number, frame):
 
 
 def end_with_launcher():
-    """Get a SIGTERM when the launcher of Accelerate or torchrun ends, however it does, if this process is its child.
+    """Receive a SIGTERM when the launcher of Accelerate or torchrun ends, however it ends. Only Linux can do this.
 
-    Only Linux tells. A process with another parent, such as a shell, outlives it.
+    A process that was started by a shell outlives it.
     """
-    if sys.platform != "linux":
+    # The launchers set these.
+    if sys.platform != "linux" or {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE"}.isdisjoint(os.environ):
         return
     parent = os.getppid()
-    # As torchrun or Accelerate set them; it was so quick to end that there is another parent already.
-    is_orphan = parent == 1 and not {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE"}.isdisjoint(os.environ)
-    if _is_launcher(parent):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        is_orphan = os.getppid() != parent
-    if is_orphan:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended in between
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _is_launcher(pid):
-    try:
-        words = iter(pathlib.Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[1:])
-    except OSError:
-        return False
-    for word in words:
-        if word in ("-W", "-X"):
-            next(words, None)
-        elif not word.startswith("-"):
-            return _LAUNCHER.search(word) is not None
-    return False
 
 
 @contextlib.contextmanager

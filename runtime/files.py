@@ -1,4 +1,4 @@
-"""Files and folders that are on disk whole, or as they were before: written beside, then renamed."""
+"""Files and folders that are on disk whole, or as they were before: written under another name, then renamed."""
 
 import contextlib
 import json
@@ -18,26 +18,26 @@ def to_disk(path):
 
 @contextlib.contextmanager
 def whole_file(path):
-    """Context with a path to write to, which takes the place of `path` when all of it is there, if anything is.
+    """Context with a temporary path to write to, which replaces `path` when the file is complete, if there is one.
 
     Args:
-        path (`pathlib.Path` or `str`): The other path has its suffix, by which writers of pictures choose a format.
+        path (`pathlib.Path` or `str`): The temporary path has the same suffix, by which writers choose a format.
     """
     path = pathlib.Path(path)
-    beside = path.with_name(f"{path.stem}.tmp{path.suffix}")
+    temporary = path.with_name(f"{path.stem}.tmp{path.suffix}")
     try:
-        yield beside
-        if beside.exists():
-            to_disk(beside)
-            os.replace(beside, path)
+        yield temporary
+        if temporary.exists():
+            to_disk(temporary)
+            os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_text(path, text):
     """Write a text file, whole."""
-    with whole_file(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json_lines(path, records):
@@ -45,17 +45,17 @@ def write_json_lines(path, records):
     write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
-def rename_folder(beside, path):
-    """Give a folder that is complete its name, in the place of one that has it."""
-    for file in (*beside.rglob("*"), beside):
+def rename_folder(temporary, path):
+    """Rename a folder that is complete to `path`, and replace the folder that is there."""
+    for file in (*temporary.rglob("*"), temporary):
         to_disk(file)
     delete_folder(path)
-    beside.rename(path)
-    to_disk(path.parent)  # or what is deleted next might be gone and this not be there
+    temporary.rename(path)
+    to_disk(path.parent)  # or what is deleted next might be gone and this folder not be there
 
 
 def delete_folder(path):
-    """Delete a folder, if it is there, so that it is never there in part under its name."""
+    """Delete a folder, if it is there, in such a way that no part of it is left under its name."""
     old = path.with_name(path.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
@@ -64,10 +64,10 @@ def delete_folder(path):
 
 
 def refuse_pointer(path):
-    """Make sure that a file is here itself, and not what Git leaves in the place of a large one.
+    """Make sure that a file is not the pointer that Git LFS leaves in the place of a large file.
 
     Raises:
-        ValueError: It is a pointer of Git LFS.
+        ValueError: It is a pointer.
     """
     with open(path, "rb") as file:
         if file.read(43) == b"version https://git-lfs.github.com/spec/v1\n":

@@ -1,4 +1,4 @@
-"""Whether a name is one on the Hugging Face hub, and whether it is to be had from there."""
+"""Whether a name can be one on the Hugging Face hub, and whether the hub has it."""
 
 import os
 
@@ -7,7 +7,7 @@ from huggingface_hub.utils import validate_repo_id
 
 
 def is_hub_id(text):
-    """Return whether a text can be a hub id, `name` or `owner/name`; else it is a path and nothing else."""
+    """Return whether a text can be a hub id, `name` or `owner/name`. Otherwise it can only be a path."""
     try:
         validate_repo_id(text)
     except errors.HFValidationError:
@@ -16,25 +16,24 @@ def is_hub_id(text):
 
 
 def why_not_on_hub(name, kind, revision=None):
-    """Ask the hub for a repository; return a sentence on why it is not to be had from there, or None.
+    """Ask the hub for a repository. Return a sentence on why it is not available there, or None.
 
     Args:
-        name (`str`): Of what is no folder here.
+        name (`str`): It is no folder on this machine.
         kind (`str`): `"model"` or `"dataset"`.
         revision (`str`, *optional*)
     """
-    here, api = f"there is no folder {os.path.abspath(name)}", HfApi()
-    if is_offline_mode():
-        return f"{here}, it was not fetched from the hub before, and HF_HUB_OFFLINE=1 keeps it from being asked for"
+    api = HfApi()
     try:
-        api.repo_info(name, repo_type=kind, revision=revision, timeout=10)
+        if is_offline_mode():
+            reason = "it was not downloaded from the hub before, and HF_HUB_OFFLINE=1 forbids asking the hub"
+        else:
+            api.repo_info(name, repo_type=kind, revision=revision, timeout=10)
+            return None
     except errors.RepositoryNotFoundError:
-        return f"{here}, and no {kind} of that name on {api.endpoint} (or only for those who are logged in)"
+        reason = f"{api.endpoint} has no {kind} of that name (or shows it only to users who are logged in)"
     except errors.RevisionNotFoundError:
-        return f"{here}, and the {kind} of that name on {api.endpoint} has no revision {revision}"
+        reason = f"the {kind} of that name on {api.endpoint} has no revision {revision}"
     except (errors.HTTPError, OSError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, errors.HfHubHTTPError):
-            return f"{here}, and {api.endpoint} does not give it: {reason}"
-        return f"{here}, and the hub cannot be reached to look for it there ({api.endpoint}: {reason})"
-    return None
+        reason = f"{api.endpoint} cannot be asked for it: {' '.join(str(error).split()) or type(error).__name__}"
+    return f"there is no folder {os.path.abspath(name)}, and {reason}"

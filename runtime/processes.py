@@ -1,4 +1,4 @@
-"""How the processes of a run agree: on values, on refusals, on a wish to stop."""
+"""How the processes of a run agree: on values, on refusals, on a request to stop."""
 
 import datetime
 import functools
@@ -15,8 +15,8 @@ from runtime.errors import FailedError, RefusedError
 
 @functools.cache
 def _patient_group():
-    # Preparing data may take hours on one process, and others wait: longer than the group that trains allows, which
-    # is to notice when a process hangs.
+    # One process may prepare data for hours while the others wait. The group that trains has a shorter limit, since
+    # it is to notice when a process hangs.
     return torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
 
 
@@ -28,7 +28,7 @@ def gather_from_all(accelerator, value):
     try:
         torch.distributed.all_gather_object(values, value, group=_patient_group())
     except RuntimeError as error:
-        raise FailedError(f"another process of this run has ended, see what it said ({error})") from error
+        raise FailedError(f"another process of this run has ended, see its own message ({error})") from error
     return values
 
 
@@ -39,11 +39,11 @@ def agreed(accelerator, look, describe=lambda value: {}, patience_seconds=0):
         accelerator (`Accelerator`)
         look (`Callable[[], object]`): May refuse.
         describe (`Callable[[object], dict]`):
-            From what `look` returns to that in which all processes have to be alike: by name, what JSON takes.
-        patience_seconds (`float`): So long the others look again for what the main process sees.
+            From what `look` returns to what must be the same on all processes: by name, values that JSON takes.
+        patience_seconds (`float`): How long the others look again for what the main process sees.
 
     Raises:
-        RefusedError: On all processes: one of them refuses, or is not like the main one.
+        RefusedError: On all processes: one of them refuses, or differs from the main one.
     """
     if accelerator.num_processes == 1:
         return look()
@@ -53,40 +53,40 @@ def agreed(accelerator, look, describe=lambda value: {}, patience_seconds=0):
             value, problem, digests = None, None, {}
             try:
                 value = look()
-                for name, part in describe(value).items():
-                    # A file by its name; a default that is not known yet by nothing.
-                    text = json.dumps(part, sort_keys=True, default=lambda value: getattr(value, "name", None))
-                    digests[name] = hashlib.sha256(text.encode()).hexdigest()
+                digests = {name: _digest(part) for name, part in describe(value).items()}
             except RefusedError as error:
                 problem = str(error)
         seen = gather_from_all(accelerator, (platform.node(), problem, digests, time.monotonic() > end))
         host, first_problem, first_digests, is_over = seen[0]
-        if all(own[1:3] == seen[0][1:3] for own in seen) and first_problem is None:
+        if first_problem is not None:
+            raise RefusedError(first_problem)
+        if all(other[1:3] == seen[0][1:3] for other in seen):
             return value
-        if is_over or first_problem is not None:
+        if is_over:
             break
         time.sleep(0.5)
-    if first_problem is not None:
-        raise RefusedError(first_problem)
     for index, (other_host, problem, digests, _) in enumerate(seen):
         where = f"process {index} on {other_host}"
         if problem is not None:
             raise RefusedError(f"{where}: {problem}")
         for name in {**first_digests, **digests}:
             if first_digests.get(name) != digests.get(name):
-                raise RefusedError(
-                    f"{name} is not the same for {where} as for process 0 on {host}; all processes of a run need the "
-                    "same."
-                )
+                raise RefusedError(f"{name} differs between {where} and process 0 on {host}; all need the same.")
+
+
+def _digest(value):
+    # A class is described by its name; a default that is not known yet by null.
+    text = json.dumps(value, sort_keys=True, default=lambda value: getattr(value, "name", None))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def wait_for_all(accelerator):
-    """Wait until all processes are here, also for one that writes for longer than collectives may take."""
+    """Wait until all processes are here, even if one writes for longer than collectives may take."""
     gather_from_all(accelerator, None)
 
 
 class StopRequest:
-    """Context in which SIGTERM and SIGINT do not end the process, but ask for an end after the step at work.
+    """Context in which SIGTERM and SIGINT do not end the process, but ask it to stop after the current step.
 
     In a run of one process a second Ctrl-C ends it at once.
 
@@ -108,20 +108,16 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _record(self, number, frame):
-        # The first one: where a terminal sends SIGINT, a SIGTERM follows when the launcher is gone.
+        # The first signal counts: where a terminal sends SIGINT, a SIGTERM follows when the launcher has ended.
         self.signal = self.signal or number
         if number == signal.SIGINT and self.accelerator.num_processes == 1:
-            # With several processes the launcher passes on what the terminal has sent to each of them already.
+            # With several processes the launcher repeats what the terminal has already sent to each of them.
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
 
     def agreed(self):
-        """Return the name of a signal that any of the processes got so far, or None: on all of them the same.
+        """Return the name of a signal that any of the processes has received, or None: the same on all of them.
 
         Every process must call it, after the same steps. It waits for the hosts of the others, not for a device.
         """
-        number = self.signal
-        if self.accelerator.num_processes > 1:
-            highest = torch.tensor(number)
-            torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=_patient_group())
-            number = int(highest)
+        number = max(gather_from_all(self.accelerator, self.signal))
         return signal.Signals(number).name if number else None

@@ -25,7 +25,6 @@ DISTRIBUTED_TYPES = {
     "single_gpu": "NO",
     "multi_gpu": "MULTI_GPU",
     "deepspeed_zero2": "DEEPSPEED",
-    "deepspeed_zero3": "DEEPSPEED",
 }
 
 
@@ -106,19 +105,15 @@ def test_a_key_without_a_comment_would_be_noticed():
     assert keys_without_comment(text) == ["b", "d", "f"]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_config_that_accelerate_makes_of_it(stage, monkeypatch):
-    plugin = deepspeed_plugin(f"deepspeed_zero{stage}", monkeypatch)
-    config = plugin.deepspeed_config
-    assert config["zero_optimization"]["stage"] == stage
+def test_deepspeed_config_that_accelerate_makes_of_it(monkeypatch):
+    config = deepspeed_plugin("deepspeed_zero2", monkeypatch).deepspeed_config
+    assert config["zero_optimization"]["stage"] == 2
     # In bf16 the engine would cast the fp32 weights of a LoRA.
     assert config["bf16"] == config["fp16"] == {"enabled": False}
     assert "optimizer" not in config and "scheduler" not in config
     # Left to the flags of the scripts.
     for key in ("gradient_accumulation_steps", "gradient_clipping", "train_micro_batch_size_per_gpu"):
         assert config[key] == "auto", key
-    assert not plugin.zero3_init_flag
-    assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] == (stage == 3)
     for part in ("offload_optimizer", "offload_param"):
         assert config["zero_optimization"][part]["device"] == "none"
 
@@ -135,7 +130,7 @@ def test_flags_complete_stage_2_and_refuse_stage_3(monkeypatch):
     assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (2, 2 * 4 * 8)
     assert (config["gradient_accumulation_steps"], config["gradient_clipping"]) == (4, 0.5)
 
-    accelerator.deepspeed_plugin = deepspeed_plugin("deepspeed_zero3", monkeypatch)
+    accelerator.deepspeed_plugin = argparse.Namespace(deepspeed_config={"zero_optimization": {"stage": 3}})
     with pytest.raises(RefusedError, match="ZeRO stage 3 .* is not supported"):
         _complete_deepspeed_config(args, accelerator)
 
@@ -167,24 +162,16 @@ def test_steps_cannot_be_left_out_under_deepspeed(monkeypatch):
 
 
 @pytest.mark.slow
-def test_scripts_accept_stage_2_and_refuse_stage_3(tmp_path):
-    """At stage 2 the first thing that is wrong is the model; stage 3 is refused before anyone looks for it."""
-    expected = {
-        2: "--pretrained_model_name_or_path no such model: there is no such folder",
-        3: "DeepSpeed ZeRO stage 3 .* is not supported",
-    }
+def test_scripts_accept_stage_2(tmp_path):
+    """The first thing that is wrong is the model."""
     flags = ["--pretrained_model_name_or_path", "no such model", "--dataset_path", "no such folder anywhere"]
     flags += ["--output_dir", str(tmp_path / "output")]
     alone = ["--num_processes", "1", "--main_process_port", "0"]
-    # Both at once, since it is importing that takes the time.
-    started = {
-        stage: launch_training(f"deepspeed_zero{stage}", *alone, "train_qwen_image.py", *flags) for stage in expected
-    }
-    messages = {stage: process.communicate()[1] for stage, process in started.items()}
-    for stage, process in started.items():
-        assert process.returncode == 1
-        (error,) = re.findall("^error.*", messages[stage], re.MULTILINE)
-        assert re.search(expected[stage], error), error
+    process = launch_training("deepspeed_zero2", *alone, "train_qwen_image.py", *flags)
+    messages = process.communicate()[1]
+    assert process.returncode == 1
+    (error,) = re.findall("^error.*", messages, re.MULTILINE)
+    assert "--pretrained_model_name_or_path no such model: there is no such folder" in error
     assert not (tmp_path / "output").exists()
 
 

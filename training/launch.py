@@ -1,4 +1,4 @@
-"""Starts Accelerate for a run and checks its settings against the flags; what processes agree on; seeds."""
+"""Starts Accelerate for a run, checks its config against the flags, and seeds what modules draw."""
 
 import logging
 import os
@@ -13,8 +13,8 @@ from blockwise.checkpointing import configure_deepspeed_checkpointing
 from runtime.errors import RefusedError
 
 
-# What an Accelerate config can ask for that is not done here, and the value that says no. Whatever it asks for by a
-# variable ACCELERATE_USE_... is known by that name.
+# What an Accelerate config can ask for that is not supported, and the value that switches it off. What it asks for
+# by a variable ACCELERATE_USE_... is recognised by that prefix.
 _UNSUPPORTED = {
     "ACCELERATE_DYNAMO_BACKEND": "no",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
@@ -23,8 +23,9 @@ _UNSUPPORTED = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "none",
 }
+_DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED")
 
-# What may stand in a DeepSpeed config: what the flags or the code count on, and what only measures.
+# What may stand in a DeepSpeed config: what the flags or the code take into account, and what only measures.
 _DEEPSPEED_KEYS = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("zero_optimization", "activation_checkpointing", "bf16", "fp16", "communication_data_type"),
@@ -38,29 +39,16 @@ def start_accelerator(args):
     """Return the `Accelerator` of this run.
 
     Raises:
-        RefusedError: The Accelerate or DeepSpeed config contradicts a flag, or asks for what is not offered.
+        RefusedError: The Accelerate or DeepSpeed config contradicts a flag, or asks for what is not supported.
     """
-    _check_environment()
-    # Accelerate reads these from its config file through the environment, where they would win over the arguments.
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", args.mixed_precision):
-        raise RefusedError(
-            f"mixed_precision is {precision} in the Accelerate config and --mixed_precision is "
-            f"{args.mixed_precision}; set the config to 'no' or to the same value."
-        )
-    accumulation = os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if accumulation not in ("1", "auto", str(args.gradient_accumulation_steps)):
-        raise RefusedError(
-            f"gradient_accumulation_steps is {accumulation} in the Accelerate config and "
-            f"--gradient_accumulation_steps is {args.gradient_accumulation_steps}; remove it from the config."
-        )
-    # Our own notices go to stderr, once: a library's INFO lines do not.
+    _check_environment(args)
+    # Our own notices go to stderr, once; INFO lines of libraries do not.
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("training").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # all that is made is written before it is read
+        torch.utils.deterministic.fill_uninitialized_memory = False  # everything is written before it is read
         torch.backends.cudnn.benchmark = False
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     if "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
@@ -74,46 +62,62 @@ def start_accelerator(args):
         log_with=args.report_to or None,
         project_dir=args.output_dir,
     )
-    uses_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true" and not uses_deepspeed:
-        raise RefusedError(
-            "The Accelerate config asks for DeepSpeed, but ACCELERATE_USE_CPU makes Accelerate ignore it; unset that."
-        )
-    if accelerator.distributed_type == DistributedType.NO and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    distributed_type = accelerator.distributed_type.value
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true" and distributed_type != "DEEPSPEED":
+        raise RefusedError("ACCELERATE_USE_CPU makes Accelerate ignore the DeepSpeed of its config; unset it.")
+    if distributed_type == "NO" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise RefusedError(
             f"{os.environ['WORLD_SIZE']} processes were started, but Accelerate found no accelerator and would train "
             "in each of them alone; on CPUs set ACCELERATE_USE_CPU=true."
         )
-    if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED"):
-        raise RefusedError(
-            f"distributed_type {accelerator.distributed_type.value} in the Accelerate config is not supported; "
-            "allowed are NO, MULTI_GPU, MULTI_CPU and DEEPSPEED."
-        )
-    if uses_deepspeed:
+    if distributed_type not in _DISTRIBUTED_TYPES:
+        _refuse(f"distributed_type {distributed_type}", f"allowed are {', '.join(_DISTRIBUTED_TYPES)}")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _complete_deepspeed_config(args, accelerator)
     return accelerator
 
 
+def _check_environment(args):
+    """Raise if the Accelerate config, which arrives in the environment, is not supported or contradicts a flag."""
+    for name, value in os.environ.items():
+        is_asked_for = name.startswith("ACCELERATE_USE_") and value.lower() in ("1", "true", "yes", "on", "y", "t")
+        if is_asked_for and name not in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"):
+            allowed = f"allowed as distributed_type are {', '.join(_DISTRIBUTED_TYPES)}"
+            _refuse(f"{name.removeprefix('ACCELERATE_USE_')} ({name})", allowed)
+    for name, off in _UNSUPPORTED.items():
+        value = os.environ.get(name, off)
+        if value.lower() not in (off, "", "no", "none", "false", "0"):
+            key = name.removeprefix("ACCELERATE_").removeprefix("DEEPSPEED_").lower()
+            _refuse(f"{key} {value} ({name})", f"remove it, or set it to '{off}'")
+    # Accelerate would prefer these to its arguments.
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", args.mixed_precision):
+        _refuse(f"mixed_precision {precision}", f"set it to 'no'; --mixed_precision is {args.mixed_precision}")
+    accumulation = os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation not in ("1", "auto", str(args.gradient_accumulation_steps)):
+        _refuse(f"gradient_accumulation_steps {accumulation}", "remove it; --gradient_accumulation_steps sets it")
+
+
+def _refuse(setting, what_to_do, config="Accelerate"):
+    raise RefusedError(f"{setting} in the {config} config is not supported; {what_to_do}.")
+
+
 def _complete_deepspeed_config(args, accelerator):
-    """Put the flags into the DeepSpeed config, which alone counts for the engine."""
+    """Put the flags into the DeepSpeed config, since the engine reads nothing else."""
     config = accelerator.deepspeed_plugin.deepspeed_config
-    stage = config["zero_optimization"]["stage"]
-    if args.training_mode == "full" or stage not in (0, 1, 2):
+    zero = config["zero_optimization"]
+    if args.training_mode == "full" or zero["stage"] not in (0, 1, 2):
         raise RefusedError(
-            f"DeepSpeed ZeRO stage {stage} with --training_mode {args.training_mode} is not supported; allowed is "
-            "stage 1 or 2 with lora. Use MULTI_GPU otherwise."
+            f"DeepSpeed ZeRO stage {zero['stage']} with --training_mode {args.training_mode} is not supported; "
+            "allowed is stage 1 or 2 with lora. Use MULTI_GPU otherwise."
         )
-    if unknown := sorted(config.keys() - _DEEPSPEED_KEYS):
-        raise RefusedError(f"{unknown[0]} in the DeepSpeed config is not supported; remove it.")
-    for part in ("offload_optimizer", "offload_param"):
-        device = config["zero_optimization"].get(part, {}).get("device", "none")
-        if device != "none":
-            raise RefusedError(f"{part} is {device} in the DeepSpeed config, which is not supported; remove it.")
-    for key in ("bf16", "fp16"):
-        if config.get(key, {}).get("enabled") is True:
-            raise RefusedError(
-                f"{key}.enabled is true in the DeepSpeed config, which would cast the fp32 LoRA weights; remove it."
-            )
+    unsupported = dict.fromkeys(sorted(config.keys() - _DEEPSPEED_KEYS), "")
+    offloads = {part: zero.get(part, {}).get("device", "none") for part in ("offload_optimizer", "offload_param")}
+    unsupported |= {part: f" {device}" for part, device in offloads.items() if device != "none"}
+    # It would cast the fp32 weights of the LoRA.
+    unsupported |= {key: ".enabled" for key in ("bf16", "fp16") if config.get(key, {}).get("enabled") is True}
+    for key, value in unsupported.items():
+        _refuse(f"{key}{value}", "remove it", config="DeepSpeed")
     if args.max_skipped_steps:
         raise RefusedError("--max_skipped_steps is not supported with DeepSpeed, whose engine makes the step itself.")
     # The engine only multiplies by it, and reports: with a bucket config the sizes differ.
@@ -124,7 +128,7 @@ def _complete_deepspeed_config(args, accelerator):
         "gradient_clipping": args.max_grad_norm,
     }
     for key, value in values.items():
-        # Accelerate fills in an accumulation of 1 where nothing is said.
+        # Accelerate fills in an accumulation of 1 where the config does not give one.
         unset = ("auto", 1) if key == "gradient_accumulation_steps" else ("auto",)
         if config.get(key, "auto") not in (*unset, value):
             raise RefusedError(f"{key} is {config[key]} in the DeepSpeed config and {value} by the flags; remove it.")
@@ -146,27 +150,8 @@ def _complete_deepspeed_config(args, accelerator):
         raise RefusedError(str(error)) from None
 
 
-def _check_environment():
-    """Raise if the Accelerate config asks, through the environment, for what is not done here."""
-    for name, value in os.environ.items():
-        is_asked_for = name.startswith("ACCELERATE_USE_") and value.lower() in ("1", "true", "yes", "on", "y", "t")
-        if is_asked_for and name not in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"):
-            raise RefusedError(
-                f"{name.removeprefix('ACCELERATE_USE_')} in the Accelerate config ({name}) is not supported; allowed "
-                "as distributed_type are NO, MULTI_GPU, MULTI_CPU and DEEPSPEED."
-            )
-    for name, off in _UNSUPPORTED.items():
-        value = os.environ.get(name, off)
-        if value.lower() not in (off, "", "no", "none", "false", "0"):
-            key = name.removeprefix("ACCELERATE_").removeprefix("DEEPSPEED_").lower()
-            raise RefusedError(
-                f"{key} is {value} in the Accelerate config ({name}), which is not supported; remove it, or set it to "
-                f"'{off}'."
-            )
-
-
 def seed_module_randomness(seed, process_index):
-    """Seed what modules draw, dropout above all: unlike noise and sigma it differs between processes."""
+    """Seed what modules draw, mainly dropout. Unlike noise and sigma it differs between processes."""
     value = int(np.random.SeedSequence([seed, process_index, 3]).generate_state(1)[0])
     random.seed(value)
     np.random.seed(value)

@@ -1,4 +1,4 @@
-"""The paths that a run is given: which must be there, which may be on the hub, which must not lie in each other."""
+"""The paths that a run is given: which must exist, which may be on the hub, which must not lie inside each other."""
 
 import fnmatch
 import itertools
@@ -20,9 +20,6 @@ _RESULTS = {
 _CACHE_ENTRIES = ("captions", "media", "index-*.jsonl")
 
 
-# ---------------------------------------------------------------- what must be there
-
-
 def check_paths(args):
     """Check the paths that the flags and config files give, before anything is read or written.
 
@@ -30,83 +27,82 @@ def check_paths(args):
         args (`argparse.Namespace`): From `parse_args`.
 
     Raises:
-        RefusedError: Something is not there, neither here nor, for a model, on the hub; or a folder lies where it
+        RefusedError: Something is missing, on this machine and, for a model, on the hub; or a folder lies where it
             would do harm.
     """
+    model = args.pretrained_model_name_or_path
+    read = [(f"--{name}", getattr(args, name)) for name in ("transformer_path", "lora_init_path")]
+    read = [("--pretrained_model_name_or_path", model), *read]
+    for number, dataset in enumerate(args.datasets or [vars(args)], 1):
+        of = f" of dataset {number}" if args.datasets else ""
+        read += [(f"--{name}{of}", dataset[name]) for name in ("dataset_path", "dataset_metadata")]
+    read += [("--validation_image", path) for path in getattr(args, "validation_image", None) or ()]
+    read = [(setting, path) for setting, path in read if path is not None]
     named = [(f"--{name}", getattr(args, name)) for name in ("output_dir", "cache_dir", "resume_from_checkpoint")]
-    read = _read_paths(args)
     for setting, path in [*named, *read]:
         if path is not None and path.startswith("~") and not os.path.exists(path):
             raise RefusedError(f"{setting} {path}: ~ stands for no folder here; write {os.path.expanduser(path)}.")
     for setting, path in read:
         is_local = setting in ("--transformer_path", "--lora_init_path")
         if setting.startswith(("--dataset_metadata", "--validation_image")) or os.path.exists(path):
-            continue  # those are looked for beside the dataset too, and need no hub
+            continue  # the former may be relative to the dataset
         if is_local or not is_hub_id(path):
             what = "file or folder" if is_local else "folder, and it is no hub id ('name' or 'owner/name')"
-            raise RefusedError(f"{setting} {path}: there is no such {what}; looked for was {os.path.abspath(path)}.")
-    model = args.pretrained_model_name_or_path
+            raise RefusedError(f"{setting} {path}: there is no such {what}; the full path is {os.path.abspath(path)}.")
     if os.path.isfile(model):
         raise RefusedError(f"--pretrained_model_name_or_path {model} is a file; give the folder of a whole pipeline.")
     if os.path.isdir(model) and args.revision is not None:
         raise RefusedError(f"--revision has no effect with a folder ({model}); remove it, or give a hub id.")
     _check_folders(args, read)
-    # In one request: the libraries would try for half a minute.
-    is_here = os.path.isdir(model) or isinstance(
-        try_to_load_from_cache(model, "model_index.json", revision=args.revision), str
-    )
-    if not is_here and (problem := why_not_on_hub(model, "model", args.revision)):
-        raise RefusedError(f"--pretrained_model_name_or_path {model}: {problem}.")
-
-
-def _read_paths(args):
-    """Return [(setting, path)] of what the run reads."""
-    names = ("pretrained_model_name_or_path", "transformer_path", "lora_init_path")
-    found = [(f"--{name}", getattr(args, name)) for name in names]
-    for number, dataset in enumerate(args.datasets or [vars(args)], 1):
-        of = f" of dataset {number}" if args.datasets else ""
-        found += [(f"--{name}{of}", dataset[name]) for name in ("dataset_path", "dataset_metadata")]
-    found += [("--validation_image", path) for path in getattr(args, "validation_image", None) or ()]
-    return [(setting, path) for setting, path in found if path is not None]
-
-
-# ---------------------------------------------------------------- folders in each other
+    if not os.path.isdir(model):
+        # In one request: the libraries would try for half a minute.
+        is_cached = isinstance(try_to_load_from_cache(model, "model_index.json", revision=args.revision), str)
+        if not is_cached and (problem := why_not_on_hub(model, "model", args.revision)):
+            raise RefusedError(f"--pretrained_model_name_or_path {model}: {problem}.")
 
 
 def _check_folders(args, read):
-    written = [("--output_dir", args.output_dir), ("--cache_dir", args.cache_dir)]
+    """Raise if this run would replace something that it reads, or the next run would read something that it writes.
+
+    Args:
+        args (`argparse.Namespace`)
+        read (`list[tuple[str, str]]`): Settings and paths of what the run reads.
+    """
+    output, cache = ("--output_dir", args.output_dir), ("--cache_dir", args.cache_dir)
     walked = [entry for entry in read if "_metadata" not in entry[0] and "lora_init" not in entry[0]]
     if args.resume_from_checkpoint not in (None, "latest"):
         walked.append(("--resume_from_checkpoint", args.resume_from_checkpoint))
-    for (setting, place), (other, folder) in itertools.product(written, walked):
+    for (setting, place), (other, folder) in itertools.product((output, cache), walked):
         parts = _parts_inside(place, folder)
         if parts == [] and other == "--resume_from_checkpoint":
             continue  # it is no checkpoint, which is refused later
-        # Names with a leading dot are looked at by nobody.
+        # Names with a leading dot are never read.
         if parts is not None and not any(part.startswith(".") for part in parts):
             raise RefusedError(
-                f"{setting} {place} {'lies in' if parts else 'is'} {other} {folder}: the next run would find the "
-                "files of this one among those that it reads; give a folder outside of it."
+                f"{setting} {place} {'lies in' if parts else 'is'} {other} {folder}: the next run would read the "
+                "files of this one; give a folder outside of it."
             )
-    # Of what is read the result of this run must replace nothing.
-    names = (*_RUN_FILES, *_RESULTS[args.training_mode])
-    for setting, path in [*read, written[1]]:
+    for setting, path in [*read, cache]:
         parts = _parts_inside(path, args.output_dir)
-        replaced = parts and any(fnmatch.fnmatchcase(parts[0], name) for name in names)
-        if replaced or (parts == [] and setting == "--lora_init_path"):
+        name = _matching(parts, (*_RUN_FILES, *_RESULTS[args.training_mode]))
+        if name or (parts == [] and setting == "--lora_init_path"):
             raise RefusedError(
-                f"{setting} {path} would be replaced or deleted by the run, which writes its own "
-                f"{parts[0] if parts else 'LoRA'} to --output_dir {args.output_dir}; give another of the two."
+                f"{setting} {path} would be replaced or deleted by the run, which writes its own {name or 'LoRA'} to "
+                f"--output_dir {args.output_dir}; give another of the two."
             )
-    for setting, path in [*read, written[0]]:
-        parts = _parts_inside(path, args.cache_dir)
-        if parts and any(fnmatch.fnmatchcase(parts[0], name) for name in _CACHE_ENTRIES):
+    for setting, path in [*read, output]:
+        if _matching(_parts_inside(path, args.cache_dir), _CACHE_ENTRIES):
             raise RefusedError(
                 f"{setting} {path} lies among the entries of --cache_dir {args.cache_dir}; give another of the two."
             )
 
 
 def _parts_inside(path, folder):
-    """Return the names on the way from a folder to a path, [] if they are one, None if it is not inside."""
+    """Return the names on the way from a folder to a path, [] if they are the same, None if it is not inside."""
     parts = os.path.relpath(os.path.realpath(path), os.path.realpath(folder)).split(os.sep)
     return None if parts[0] == ".." else [part for part in parts if part != "."]
+
+
+def _matching(parts, patterns):
+    """Return the first of `parts` if one of the patterns matches it, otherwise None."""
+    return next((parts[0] for pattern in patterns if parts and fnmatch.fnmatchcase(parts[0], pattern)), None)

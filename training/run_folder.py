@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import pathlib
@@ -18,10 +17,10 @@ from runtime.processes import agreed, gather_from_all
 
 logger = logging.getLogger(__name__)
 
-# That it is there says nothing, a kill leaves it behind: the lock on it counts.
+# A kill leaves the file behind: the lock on it counts, not the file.
 LOCK_FILE = "run.lock"
 
-# A process that was killed may have much memory to give back before it lets go of its lock.
+# A process that was killed may have much memory to free before it releases its lock.
 _PATIENCE_SECONDS = 5
 
 # What every process reads for itself. Dataset and checkpoint are compared when they are read.
@@ -33,9 +32,9 @@ _PLACES |= {"resume_from_checkpoint"}
 
 @contextlib.contextmanager
 def claim_output_dir(args, accelerator):
-    """Context in which the output folder is there, and is this run's alone. Every process must enter it.
+    """Context in which the output folder exists and belongs to this run alone. Every process must enter it.
 
-    Of several processes it also makes sure that they were started alike and see the same folders and inputs.
+    Several processes also check that they were started alike and see the same folders and inputs.
 
     Args:
         args (`argparse.Namespace`), accelerator (`Accelerator`)
@@ -45,12 +44,7 @@ def claim_output_dir(args, accelerator):
     """
     output_dir = pathlib.Path(args.output_dir)
     with contextlib.ExitStack() as stack:
-
-        def claim():
-            if accelerator.is_main_process:
-                stack.enter_context(_locked(output_dir))
-
-        agreed(accelerator, claim)
+        agreed(accelerator, lambda: accelerator.is_main_process and stack.enter_context(_locked(output_dir)))
         if accelerator.num_processes > 1:
             alike = {f"--{name}": value for name, value in vars(args).items() if name not in _PLACES}
             alike |= {f"what is at --{name}": _sizes_at(getattr(args, name, None)) for name in _INPUTS}
@@ -62,15 +56,14 @@ def claim_output_dir(args, accelerator):
 
 @contextlib.contextmanager
 def _locked(output_dir):
-    """Context in which this process has the lock of a folder that it makes if need be; empty, it goes again."""
+    """Context in which this process has the lock of a folder, which is made if need be."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(_made(output_dir))
             file = stack.enter_context(_take_lock(output_dir))
-            holder = {"host": platform.node(), "process": os.getpid()}
-            holder["started"] = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+            started = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
             file.truncate(0)
-            file.write(json.dumps(holder) + "\n")
+            file.write(f"process {os.getpid()} on {platform.node()}, started {started}\n")
             file.flush()
         except OSError as error:
             raise RefusedError(f"--output_dir {output_dir} cannot be written: {error.strerror}.") from None
@@ -98,9 +91,12 @@ def _take_lock(output_dir):
         except (BlockingIOError, PermissionError):
             with file:
                 file.seek(0)
-                holder = file.read()
+                holder = file.read().strip() or "a process that has just started"
             if time.monotonic() > end:
-                raise RefusedError(_in_use(output_dir, holder)) from None
+                raise RefusedError(
+                    f"--output_dir {output_dir} is in use by another run: {holder}. Wait until it ends, stop it, or "
+                    "give another folder, also for a --dry_run."
+                ) from None
             time.sleep(0.1)
         except OSError as error:
             logger.warning(
@@ -110,20 +106,9 @@ def _take_lock(output_dir):
             return file
 
 
-def _in_use(output_dir, holder):
-    try:
-        who = "process {process} on {host}, started {started}".format(**json.loads(holder))
-    except (ValueError, KeyError):
-        who = "a process that has just started"
-    return (
-        f"--output_dir {output_dir} is in use by another run: {who}. Wait for its end or stop it, or give another "
-        "folder, also for a --dry_run."
-    )
-
-
 @contextlib.contextmanager
 def _made(folder):
-    """Context in which a folder is there; what of it was made goes again if nothing is in it at the end."""
+    """Context in which a folder exists. What was made of it is deleted if it is empty at the end."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,31 +120,19 @@ def _made(folder):
 
 
 def _check_shared(flag, folder, accelerator):
-    """Raise on all processes if one does not see what the main one writes into a folder, or cannot write there."""
-    token = gather_from_all(accelerator, uuid.uuid4().hex)[0]
-    probe = folder / f".{token}"
+    """Raise on all processes if one of them does not see what the main process writes into a folder."""
+    probe = folder / f".{gather_from_all(accelerator, uuid.uuid4().hex)[0]}"
     with contextlib.ExitStack() as stack:
         if accelerator.is_main_process:
             with contextlib.suppress(OSError):  # a cache that is complete need not be writable
                 stack.enter_context(_made(folder))
                 probe.touch()
                 stack.callback(probe.unlink, missing_ok=True)
-        is_written = gather_from_all(accelerator, accelerator.is_main_process and probe.exists())[0]
+        is_written = gather_from_all(accelerator, probe.exists())[0]
 
         def look():
-            if is_written and not accelerator.is_main_process:
-                try:
-                    # Listing it makes a network file system ask for what is there now.
-                    if probe.name not in os.listdir(folder):
-                        return False
-                    own = folder / f".{token}-{accelerator.process_index}"
-                    own.touch()
-                    own.unlink()
-                except FileNotFoundError:
-                    return False
-                except OSError as error:
-                    raise RefusedError(f"--{flag} {folder} cannot be written: {error.strerror}.") from None
-            return True
+            # Listing it makes a network file system ask for what is there now.
+            return not is_written or (folder.is_dir() and probe.name in os.listdir(folder))
 
         agreed(accelerator, look, lambda is_seen: {f"the folder of --{flag}": is_seen}, patience_seconds=10)
 

@@ -1,4 +1,4 @@
-"""Where the folders of a run may lie, and what is said of what is not there."""
+"""Where the folders of a run may lie, and how what is missing is reported."""
 
 import os
 import pathlib
@@ -7,7 +7,7 @@ import types
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-import training.paths
+import runtime.hub
 from runtime.errors import RefusedError
 from train_qwen_image import FAMILY
 from training.arguments import parse_args
@@ -59,7 +59,7 @@ FULL = ["--training_mode", "full"]
         ([], {"cache_dir": "runs/cache"}),  # that several runs share
         ([], {"cache_dir": "runs/2/cache"}),
         ([], {"cache_dir": "runs/2"}),
-        ([], {"cache_dir": "data/.cache"}),  # which nobody takes for data
+        ([], {"cache_dir": "data/.cache"}),  # which nobody reads as data
         ([], {"output_dir": "."}),
         ([], {"dataset_path": "data/sub", "output_dir": "data/run"}),
         ([], {"output_dir": "runs/1", "resume_from_checkpoint": "runs/1/checkpoint-3"}),
@@ -73,7 +73,7 @@ FULL = ["--training_mode", "full"]
         (FULL, {"transformer_path": "runs/1/transformer"}),
     ],
 )
-def test_layouts_that_go_on_working(flags, settings, check):
+def test_layouts_that_work(flags, settings, check):
     check(*flags, **settings)
 
 
@@ -136,7 +136,7 @@ def test_folders_that_would_harm_each_other(flags, settings, said, check):
     assert said in str(error.value) and "; give " in str(error.value)
 
 
-def test_every_one_of_several_datasets_is_looked_at(check):
+def test_every_one_of_several_datasets_is_checked(check):
     config = "datasets:\n  - {dataset_path: more}\n  - {dataset_path: data}\n"
     check(config=config, dataset_path=None)
     with pytest.raises(RefusedError, match="--output_dir data/out lies in --dataset_path of dataset 2 data"):
@@ -160,13 +160,14 @@ def test_every_one_of_several_datasets_is_looked_at(check):
         *(("lora_init_path", path) for path in ("gone", "owner/name", "./runs/2")),
     ],
 )
-def test_what_is_nowhere_else_is_missed_at_once(setting, path, check, monkeypatch):
-    monkeypatch.setattr(training.paths, "HfApi", None)  # the hub is not asked
+def test_what_cannot_be_on_the_hub_is_refused_at_once(setting, path, check, monkeypatch):
+    monkeypatch.setattr(runtime.hub, "HfApi", None)  # the hub is not asked
     with pytest.raises(RefusedError) as error:
         check(**{setting: path})
     message = str(error.value)
     assert (
-        f"--{setting} {path}: there is no such f" in message and f"looked for was {os.path.abspath(path)}." in message
+        f"--{setting} {path}: there is no such f" in message
+        and f"the full path is {os.path.abspath(path)}." in message
     )
 
 
@@ -192,10 +193,10 @@ RESPONSE = types.SimpleNamespace(headers={}, request=None, status_code=500)
 @pytest.mark.parametrize(
     "error, said",
     [
-        (ConnectionError("no route"), "the hub cannot be reached to look for it there (https://hub: no route)"),
-        (RepositoryNotFoundError("404", response=RESPONSE), "no {kind} of that name on https://hub"),
+        (ConnectionError("no route"), "https://hub cannot be asked for it: no route"),
+        (RepositoryNotFoundError("404", response=RESPONSE), "https://hub has no {kind} of that name"),
         (RevisionNotFoundError("404", response=RESPONSE), "the {kind} of that name on https://hub has no revision"),
-        (HfHubHTTPError("500", response=RESPONSE), "https://hub does not give it: 500"),
+        (HfHubHTTPError("500", response=RESPONSE), "https://hub cannot be asked for it: 500"),
         (None, None),
     ],
 )
@@ -209,9 +210,9 @@ def test_what_may_be_on_the_hub_is_asked_for_once(kind, error, said, check, monk
             raise error
 
     hub = types.SimpleNamespace(endpoint="https://hub", repo_info=ask)
-    monkeypatch.setattr(training.paths, "HfApi", lambda: hub)
-    monkeypatch.setattr(training.paths, "is_offline_mode", lambda: False)
-    found = training.paths.why_not_on_hub("owner/name", kind)
+    monkeypatch.setattr(runtime.hub, "HfApi", lambda: hub)
+    monkeypatch.setattr(runtime.hub, "is_offline_mode", lambda: False)
+    found = runtime.hub.why_not_on_hub("owner/name", kind)
     assert asked == [("owner/name", kind, True)]
     if said is None:
         assert found is None
@@ -224,6 +225,6 @@ def test_what_may_be_on_the_hub_is_asked_for_once(kind, error, said, check, monk
             check(pretrained_model_name_or_path="owner/name")
 
 
-def test_without_a_connection_on_purpose_that_is_said(check):
-    with pytest.raises(RefusedError, match="not fetched from the hub before, and HF_HUB_OFFLINE=1 keeps it from"):
+def test_a_deliberate_lack_of_a_connection_is_reported(check):
+    with pytest.raises(RefusedError, match="not downloaded from the hub before, and HF_HUB_OFFLINE=1 forbids asking"):
         check(pretrained_model_name_or_path="owner/name")
