@@ -86,7 +86,7 @@ def main():
     laws = [SigmaLaw("logit_normal", 2.0)] * NUM_ITEMS
     dataset = TrainingDataset(names, entries, lambda n: dict(samples[n]), laws, seed=0)
     used = {"size": [LATENT_SIDE, LATENT_SIDE], "frames": 1}
-    items = [Item(Row(name, "", None, name), {"id": name, "caption": "", "used": used}, None) for name in names]
+    items = [Item(Row(name, "", {}, name), {"id": name, "caption": "", "used": used}, None) for name in names]
     ours, bare = [], []
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--pretrained_model_name_or_path - --dataset_path - --output_dir {folder} --training_mode full"

@@ -167,7 +167,8 @@ def plan_encodings(cache, accelerator, items, *, further_captions, text_encoder,
 
 def item_name(row):
     """Return what tells a row apart from those of other datasets."""
-    return os.path.abspath(row.media) if isinstance(row.media, os.PathLike) else row.id
+    (target,) = row.media["target"]
+    return os.path.abspath(target) if isinstance(target, os.PathLike) else row.id
 
 
 def _pixel_bytes(item):

@@ -58,6 +58,14 @@ _BLANKS = "\ufeff" + "".join(chr(number) for number in range(0x3001) if chr(numb
 FILE_COLUMNS = {"media": ("file_name", "image", "video", "path"), "caption": ("text", "prompt")}
 HUB_COLUMNS = {"media": ("image",), "caption": ("text", "caption", "prompt")}
 HUB_COLUMNS_WITH_VIDEOS = {**HUB_COLUMNS, "media": ("image", "video")}
+# Of what an item has in addition to its target; each holds a path or a list of paths.
+ROLE_COLUMNS = {
+    "references": ("edit_image", "reference_images"),
+    "control": ("control_image", "blockwise_controlnet_image"),
+    "mask": ("mask", "blockwise_controlnet_inpaint_mask"),
+    "layers": ("layers",),
+    "control_video": ("control_video",),
+}
 
 
 @dataclass(frozen=True)
@@ -68,15 +76,18 @@ class Embedded:
         data: The `datasets.Dataset`, not decoded.
         index: Of the row.
         column: Of the pictures or clips.
+        place: Where the column holds a list, which of it.
     """
 
     data: object
     index: int
     column: str
+    place: int | None = None
 
     def read(self):
         """Returns the bytes of the file."""
-        return self.data[self.index][self.column]["bytes"]
+        value = self.data[self.index][self.column]
+        return (value if self.place is None else value[self.place])["bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,8 @@ class Row:
         id: Unique name: the path relative to the dataset with forward slashes, or `split/index` for a Hugging Face
             dataset, whose items need not have a path. With several datasets the name of its own stands before it.
         caption: The text without blanks around it and with line feeds as line ends; empty where there is none.
-        media: The path of a picture, a video or a folder of frames, or where a dataset embeds it.
+        media: The files by their role, a tuple for each: the path of an image, a video or a folder of frames, or where
+            a dataset embeds it. "target" is the one that is trained on, the others are of `ROLE_COLUMNS`.
         origin: Where the row was found, for messages: `metadata.csv line 3`, or the id for sidecar folders.
         problem: Why the row cannot be used, as far as that shows without decoding; else None.
         repeat: How often the item comes in one epoch.
@@ -95,15 +107,19 @@ class Row:
 
     id: str
     caption: str
-    media: Path | bytes | Embedded | None
+    media: dict[str, tuple]
     origin: str
     problem: str | None = None
     repeat: int = 1
 
+    def contents(self, role):
+        """Returns what decoders take of each file of a role: the path, or the bytes."""
+        return [file.read() if isinstance(file, Embedded) else file for file in self.media.get(role, ())]
+
     @property
     def content(self):
-        """What decoders take: the path, or the bytes."""
-        return self.media.read() if isinstance(self.media, Embedded) else self.media
+        """What decoders take of the target."""
+        return self.contents("target")[0]
 
     @property
     def name(self):
@@ -117,7 +133,7 @@ class _Item:
 
     id: str
     caption: object
-    media: Path | bytes | Embedded | None
+    media: dict[str, tuple]
     origin: str
     problem: str | None = None
 
@@ -127,7 +143,7 @@ def read_datasets(args, **kind):
 
     Args:
         args: From `parse_args`.
-        kind: `media_suffixes` and `frame_folders` of `read_rows`.
+        kind: `media_suffixes`, `frame_folders` and `roles` of `read_rows`.
 
     Returns:
         A list of `Row`.
@@ -154,8 +170,9 @@ def read_datasets(args, **kind):
         name += f"#{number}" if number > 1 else ""
         own = [replace(row, id=f"{name}/{row.id}", origin=f"{name}: {row.origin}") for row in read(dataset)]
         for row in own:
-            if isinstance(row.media, Path):
-                found = items.setdefault((os.path.realpath(row.media), row.caption), {})
+            target = row.media.get("target", (None,))[0]
+            if isinstance(target, Path):
+                found = items.setdefault((os.path.realpath(target), row.caption), {})
                 found.setdefault(os.path.realpath(dataset["dataset_path"]), row.name)
         rows += own
     # Of one folder that is named twice it is meant.
@@ -185,7 +202,15 @@ def _say_repeats_in_names(rows, dataset):
 
 def describe_rows(rows):
     """Returns that in which all processes have to find the same rows, of what `read_datasets` returns."""
-    return {"what is at --dataset_path": [[row.id, row.caption, row.problem, row.repeat] for row in rows]}
+
+    def files(row):
+        # By their way from the target: each machine may have the dataset at another place.
+        paths = {role: [file for file in files if isinstance(file, Path)] for role, files in row.media.items()}
+        start = next(iter(paths.pop("target", ())), "")
+        return {role: [os.path.relpath(path, start) for path in files] for role, files in paths.items()}
+
+    described = [[row.id, row.caption, row.problem, row.repeat, files(row)] for row in rows]
+    return {"what is at --dataset_path": described}
 
 
 def read_rows(
@@ -197,6 +222,7 @@ def read_rows(
     allow_missing_captions=False,
     media_suffixes=IMAGE_SUFFIXES,
     frame_folders=False,
+    roles=(),
 ):
     """Reads all rows of a dataset without decoding anything.
 
@@ -211,6 +237,7 @@ def read_rows(
             pictures among them, a Hugging Face dataset may have a column of videos.
         frame_folders: Whether a folder can be one item: where it holds pictures only and a text of its name stands
             beside it, or where a row names it. Its pictures are no items then.
+        roles: Which further files of an item the model takes: {role of `ROLE_COLUMNS`: whether every item needs one}.
 
     Returns:
         A list of `Row`: sidecar folders in order of their ids, all others in order of their rows. Those without a
@@ -226,7 +253,7 @@ def read_rows(
                 f"--dataset_path {dataset_path} does not exist and is not a hub id ('name' or 'owner/name')."
             )
         _refuse_metadata_flag(dataset_metadata, f"{dataset_path}, which is not a folder here")
-        items = _hub_items(dataset_path, None, False, given_columns, allow_missing_captions, media_suffixes)
+        items = _hub_items(dataset_path, None, False, given_columns, allow_missing_captions, media_suffixes, roles)
         return _judge_captions(items, dataset_path, allow_missing_captions, media_suffixes)
     if not os.path.isdir(dataset_path):
         raise RefusedError(
@@ -241,15 +268,16 @@ def read_rows(
     metadata = None if saved else _find_metadata(folder, files, dataset_metadata, media_suffixes)
     if metadata is not None:
         items = _metadata_items(
-            folder, files, metadata, given_columns, allow_missing_captions, media_suffixes, frame_folders
+            folder, files, metadata, given_columns, allow_missing_captions, media_suffixes, frame_folders, roles
         )
     elif saved or _is_hub_layout(files, media_suffixes):
         _refuse_metadata_flag(dataset_metadata, f"{dataset_path}, which is a Hugging Face dataset")
-        items = _hub_items(dataset_path, folder, saved, given_columns, allow_missing_captions, media_suffixes)
+        items = _hub_items(dataset_path, folder, saved, given_columns, allow_missing_captions, media_suffixes, roles)
     else:
         for what, value in given_columns.items():
             if value is not None:
                 raise RefusedError(f"--{what}_column {value} has no effect: {dataset_path} has no metadata file.")
+        _pick_role_columns((), roles, f"{dataset_path}, which has no metadata file,")
         items = _sidecar_items(folder, files, media_suffixes, frame_folders)
         tables = [name for name in files if _suffix(name) in METADATA_SUFFIXES]
         hint = f" If {tables[0]} holds them, give it by --dataset_metadata." if tables else ""
@@ -482,7 +510,7 @@ def _sidecar_items(folder, files, media_suffixes, frame_folders):
             "%s has %d texts without an image or clip of their name:\n%s", folder, len(orphans), first_five(orphans)
         )
     items = [
-        _Item(name, captions.get(key), Path(folder, name), name, problems.get(key))
+        _Item(name, captions.get(key), {"target": (Path(folder, name),)}, name, problems.get(key))
         for key, names in media.items()
         for name in names
     ]
@@ -521,29 +549,46 @@ def _picture_folders(files):
 # Metadata files
 
 
-def _metadata_items(folder, files, metadata, given_columns, allow_missing_captions, media_suffixes, frame_folders):
+def _metadata_items(
+    folder, files, metadata, given_columns, allow_missing_captions, media_suffixes, frame_folders, roles
+):
     base = os.path.dirname(metadata)
     name = _name_in(folder, metadata) if _is_inside(metadata, folder) else metadata
     columns, records = _read_table(metadata, name)
-    media_column, caption_column = _pick_columns(columns, given_columns, FILE_COLUMNS, name, allow_missing_captions)
+    media_column, caption_column, role_columns = _pick_columns(
+        columns, given_columns, FILE_COLUMNS, name, allow_missing_captions, roles
+    )
 
-    items, origins, respelt = [], {}, []
-    for origin, record in records:
-        value, caption = record.get(media_column), record.get(caption_column)
+    items, origins, respelt, further = [], {}, [], set()
+
+    def find(column, value):
         if not isinstance(value, str) or not _is_unicode(value):
-            shown = reprlib.repr(value)
-            items.append(_Item(shown, caption, None, origin, f"{media_column} is {shown}, not a path"))
-            continue
+            return None, f"{column} is {reprlib.repr(value)}, not a path"
         path, problem = _find_file(value, base, folder, frame_folders)
         if problem is not None:
-            items.append(_Item(value, caption, None, origin, f"{value!r} {problem}"))
-            continue
+            return None, f"{value!r} {problem}"
         if path != os.path.normpath(os.path.join(base, value)):
             respelt.append(f"{origin}: {value!r} is {path}")
-        item_id = _name_in(folder, path)
+        return Path(path), None
+
+    for origin, record in records:
+        value, caption = record.get(media_column), record.get(caption_column)
+        path, problem = find(media_column, value)
+        if problem is not None:
+            item_id = value if isinstance(value, str) and _is_unicode(value) else reprlib.repr(value)
+            items.append(_Item(item_id, caption, {}, origin, problem))
+            continue
+        item_id, media = _name_in(folder, path), {"target": (path,)}
         first = origins.setdefault(item_id, origin)
         problem = None if first == origin else f"it repeats the file of {first}"
-        items.append(_Item(item_id, caption, Path(path), origin, problem))
+        for role, (column, is_needed) in role_columns.items():
+            found = [find(column, path) for path in _as_list(record.get(column))]
+            paths = tuple(path for path, _ in found)
+            media |= {role: paths} if paths else {}
+            further.update(_name_in(folder, path) for path in paths if path is not None)
+            missing = f"{column} is empty" if is_needed and not paths else None
+            problem = problem or next((problem for _, problem in found if problem), missing)
+        items.append(_Item(item_id, caption, media, origin, problem))
 
     if respelt:
         logger.info("%s: %d files found under another spelling:\n%s", name, len(respelt), first_five(respelt))
@@ -553,14 +598,21 @@ def _metadata_items(folder, files, metadata, given_columns, allow_missing_captio
         logger.warning(
             "%d texts beside files are not read, since %s has the captions:\n%s", len(unread), name, first_five(unread)
         )
+    named = {*origins, *further}
     rowless = [
-        file
-        for file in files
-        if _suffix(file) in media_suffixes and file not in origins and os.path.dirname(file) not in origins
+        file for file in files if _suffix(file) in media_suffixes and named.isdisjoint((file, os.path.dirname(file)))
     ]
     if rowless:
         logger.warning("%d files have no row in %s:\n%s", len(rowless), name, first_five(rowless))
     return items
+
+
+def _as_list(value):
+    """Returns the paths of a column of a role: it holds one, or a list, which in a table of texts is JSON."""
+    if isinstance(value, str) and value.startswith("["):
+        parsed, problem = _parse_json(value)
+        value = value if problem else parsed
+    return value if isinstance(value, list) else [] if value in (None, "") else [value]
 
 
 def _is_inside(path, folder):
@@ -737,8 +789,8 @@ def _read_json(text, name):
 # Columns
 
 
-def _pick_columns(columns, given, known, name, allow_missing_captions):
-    """Returns the media column and the caption column, the latter None where there is none and there need not be.
+def _pick_columns(columns, given, known, name, allow_missing_captions, roles):
+    """Returns the media column, the caption column or None where there need not be one, and those of the roles.
 
     Args:
         columns: The names that the dataset has.
@@ -746,6 +798,7 @@ def _pick_columns(columns, given, known, name, allow_missing_captions):
         known: The names that need no flag, for "media" and "caption".
         name: The file or dataset, for messages.
         allow_missing_captions: Whether there may be no caption column.
+        roles: See `read_rows`.
     """
     media = _pick_column("media", columns, columns, given, known, name)
     others = [column for column in columns if column != media]
@@ -754,10 +807,26 @@ def _pick_columns(columns, given, known, name, allow_missing_captions):
         caption = None
     else:
         caption = _pick_column("caption", others, columns, given, known, name)
-    unused = [column for column in others if column != caption]
+    of_roles = _pick_role_columns(columns, roles, name)
+    used = {media, caption, *(column for column, _ in of_roles.values())}
+    unused = [column for column in columns if column not in used]
     if unused:
         logger.info("%s: columns not used: %s", name, ", ".join(map(repr, unused)))
-    return media, caption
+    return media, caption, of_roles
+
+
+def _pick_role_columns(columns, roles, name):
+    """Returns {role: (column, whether every item needs it)}."""
+    picked = {}
+    for role, is_needed in dict(roles).items():
+        known = ROLE_COLUMNS[role]
+        present = [column for column in columns if column in known]
+        if len(present) > 1 or is_needed and not present:
+            found = f"several columns of {role}, {' and '.join(present)}" if present else f"no {role}"
+            raise RefusedError(f"{name} has {found}; this model takes one column: {' or '.join(known)}.")
+        if present:
+            picked[role] = present[0], is_needed
+    return picked
 
 
 def _pick_column(what, candidates, columns, given, known, name):
@@ -799,7 +868,7 @@ def _not_as_pattern(folder):
     return told | ({"data_files": configs[0]["data_files"]} if configs and "data_files" in configs[0] else {})
 
 
-def _hub_items(name, folder, saved, given_columns, allow_missing_captions, media_suffixes):
+def _hub_items(name, folder, saved, given_columns, allow_missing_captions, media_suffixes, roles):
     """Reads a Hugging Face dataset.
 
     Args:
@@ -807,7 +876,7 @@ def _hub_items(name, folder, saved, given_columns, allow_missing_captions, media
         folder: Its absolute path, or None if it is on the hub.
         saved: Whether the folder was written by `save_to_disk`.
         given_columns, allow_missing_captions: See `_pick_columns`.
-        media_suffixes: See `read_rows`.
+        media_suffixes, roles: See `read_rows`.
     """
     # Imported here: it takes seconds, and datasets of files never need it.
     import datasets
@@ -842,35 +911,59 @@ def _hub_items(name, folder, saved, given_columns, allow_missing_captions, media
             logger.info("%s: split %r is used, of %s", name, split, ", ".join(splits))
     with_videos = not set(media_suffixes) <= set(IMAGE_SUFFIXES)
     known = HUB_COLUMNS_WITH_VIDEOS if with_videos else HUB_COLUMNS
-    media_column, caption_column = _pick_columns(data.column_names, given_columns, known, name, allow_missing_captions)
-    kind = data.features[media_column]
-    # A column of paths or bytes reads alike as either.
-    is_video = with_videos and not isinstance(kind, datasets.Image)
-    data = data.select_columns([column for column in (media_column, caption_column) if column is not None])
-    try:
+    media_column, caption_column, role_columns = _pick_columns(
+        data.column_names, given_columns, known, name, allow_missing_captions, roles
+    )
+    of_files = {"target": media_column} | {role: column for role, (column, _) in role_columns.items()}
+    data = data.select_columns([*of_files.values(), *([caption_column] if caption_column else [])])
+    for column in of_files.values():
+        kind = data.features[column]
+        is_list = isinstance(kind, datasets.List)
+        # A column of paths or bytes reads alike as either.
+        is_video = with_videos and not isinstance(kind.feature if is_list else kind, datasets.Image)
         # Not decoded by the library: every item of every kind of dataset goes through our one decoder.
-        data = data.cast_column(media_column, (datasets.Video if is_video else datasets.Image)(decode=False))
-    except (TypeError, ValueError, NotImplementedError) as error:
-        what = "pictures or clips" if with_videos else "pictures"
-        raise RefusedError(f"{name}: column {media_column!r} holds {kind}, not {what}.") from error
+        undecoded = (datasets.Video if is_video else datasets.Image)(decode=False)
+        try:
+            if is_list and column == media_column:
+                raise ValueError("an item has one target")
+            data = data.cast_column(column, datasets.List(undecoded) if is_list else undecoded)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            what = "images or clips" if with_videos else "images"
+            raise RefusedError(f"{name}: column {column!r} holds {kind}, not {what}.") from error
 
     # The captions are read now, the files when they are needed.
-    embedded, paths = [], []
-    for chunk in data.select_columns(media_column).with_format("arrow")[:].column(0).chunks:
-        fields = dict(zip([field.name for field in chunk.type], chunk.flatten(), strict=True))
-        embedded += fields["bytes"].is_valid().to_pylist()
-        paths += fields["path"].to_pylist()
     captions = data[caption_column] if caption_column else [None] * len(data)
+    files = {role: _hub_files(data, column, folder) for role, column in of_files.items()}
     items = []
-    for index, (has_bytes, path, caption) in enumerate(zip(embedded, paths, captions, strict=True)):
+    for index, (caption, *of_row) in enumerate(zip(captions, *files.values(), strict=True)):
+        media, problem = {}, None
+        for (role, column), found in zip(of_files.items(), of_row, strict=True):
+            if found:
+                media[role] = tuple(file for file, _, _ in found)
+                problem = problem or next((problem for *_, problem in found if problem), None)
+            elif role == "target" or role_columns[role][1]:
+                problem = problem or ("no file" if role == "target" else f"{column} is empty")
+        path = of_row[0][0][1] if of_row[0] else None
         origin = f"{split} row {index} ({os.path.basename(path)})" if path else f"{split} row {index}"
-        file, problem = None, None
-        if has_bytes:
-            file = Embedded(data, index, media_column)
-        elif path:
-            file = Path(folder or "", path)
-            problem = None if os.path.isfile(file) else f"{path!r} names no file"
-        else:
-            problem = "no file"
-        items.append(_Item(f"{split}/{index}", caption, file, origin, problem))
+        items.append(_Item(f"{split}/{index}", caption, media, origin, problem))
     return items
+
+
+def _hub_files(data, column, folder):
+    """Yields for each row the files of a column, a list of (file, path as it is written, problem)."""
+    index = itertools.count()
+    for chunk in data.select_columns(column).with_format("arrow")[:].column(0).chunks:
+        is_list = hasattr(chunk, "value_lengths")
+        lengths = chunk.value_lengths().fill_null(0).to_pylist() if is_list else [1] * len(chunk)
+        structs = chunk.flatten() if is_list else chunk
+        fields = dict(zip([field.name for field in structs.type], structs.flatten(), strict=True))
+        entries = zip(fields["bytes"].is_valid().to_pylist(), fields["path"].to_pylist(), strict=True)
+        for length in lengths:
+            row, found = next(index), []
+            for place, (has_bytes, path) in enumerate(itertools.islice(entries, length)):
+                if has_bytes:
+                    found.append((Embedded(data, row, column, place if is_list else None), path, None))
+                elif path:
+                    file = Path(folder or "", path)
+                    found.append((file, path, None if os.path.isfile(file) else f"{path!r} names no file"))
+            yield found

@@ -132,7 +132,7 @@ def inspect_folder(args, cache_dir):
 
 def make_record(item, base):
     """Return the row of the table for an `Item`: a `dict` with `COLUMNS`. `base` is the table's folder, absolute."""
-    media, source = item.row.media, item.record["source"]
+    (media,), source = item.row.media["target"], item.record["source"]
     width, height = source["size"]
     # A path that leads out of the table's folder would be refused when the table is read.
     path = media.relative_to(base) if media.is_relative_to(base) else media

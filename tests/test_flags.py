@@ -211,13 +211,13 @@ def clip(args):
     """What is used of a clip of 200 frames at 24 fps."""
     measured = {"size": [1920, 1080], "times": [0.0, 199 / 24], "num_frames": 200, "duration": 200 / 24, "fps": 24.0}
     sizing = Sizing.from_args(args, 16)
-    row = Row("a.mp4", "", None, "a.mp4")
+    row = Row("a.mp4", "", {}, "a.mp4")
     return _decide(row, measured, sizing=sizing, fps=args.fps, clip_part=args.clip_part, min_frames=1)["used"]
 
 
 def batches(args):
     """The length of the run and its first samples."""
-    rows = [Row(str(n), "", None, str(n), repeat=args.dataset_repeat) for n in range(7)]
+    rows = [Row(str(n), "", {}, str(n), repeat=args.dataset_repeat) for n in range(7)]
     used = {"size": [64, 64], "frames": 1}
     items = [Item(row, {"id": row.id, "caption": "", "used": used}, "") for row in rows]
     plan = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})

@@ -97,7 +97,7 @@ def test_stock_pipeline_samples_the_clip(family, task, pipeline_class, script, c
     for index, path in enumerate(sorted(dataset.glob("*.mp4"))):
         caption = path.with_suffix(".txt").read_text()
         used = {"size": [64, 64], "frames": 9, "source_frames": list(range(9))}
-        clip = read_clip(Row(path.name, caption, path, path.name), {"used": used})
+        clip = read_clip(Row(path.name, caption, {"target": (path,)}, path.name), {"used": used})
         targets.append(encode_clip(encoder, clip, task="t2v")["latents"])
         first = Image.fromarray(((clip[:, 0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
         sample = pipeline(

@@ -230,7 +230,7 @@ def test_collate_pads_with_zeros_and_masks():
 def make_items(*used, caption="a", digest="d", repeat=1):
     return [
         Item(
-            Row(str(n), caption, None, str(n), repeat=repeat),
+            Row(str(n), caption, {}, str(n), repeat=repeat),
             {"id": str(n), "caption": caption, "used": {"size": [w, h], "frames": f}},
             digest,
         )

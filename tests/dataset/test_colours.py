@@ -308,7 +308,7 @@ def clip(path, tags, pixels=PIXELS, pix_fmt="bgr0", codec="ffv1", in_container=N
 
 def shown(path):
     """Returns the first frame as it is trained, or the reason why it is refused."""
-    row = Row(path.name, "a caption", path, path.name)
+    row = Row(path.name, "a caption", {"target": (path,)}, path.name)
     sizing = Sizing(*PIXELS.shape[:2], None, 16, 5)
     try:
         (item,) = inspect_clips([row], sizing, fps=16, clip_part="start")
@@ -446,5 +446,5 @@ def test_frames_of_a_folder_follow_the_rule_of_images(tmp_path):
     assert np.abs(shown(folder) - in_srgb("Display P3")).max() <= 2
     (folder / "3.png").write_bytes(png(cicp(9, 16)))
     with pytest.raises(RefusedError, match=r"frames: 3.png cannot be used: it is HDR \(PQ\)"):
-        row = Row("frames", "a caption", folder, "frames")
+        row = Row("frames", "a caption", {"target": (folder,)}, "frames")
         inspect_clips([row], Sizing(16, 112, None, 16, 5), fps=16, clip_part="start")

@@ -22,7 +22,7 @@ def media(tmp_path, num_items):
     cache, missing = Cache(tmp_path), {}
     for n in range(num_items):
         record = {"id": str(n), "used": {"size": [16, 16], "frames": 1}}
-        missing[cache.path("media", {"n": n})] = Item(Row(str(n), "a", None, str(n)), record, "d")
+        missing[cache.path("media", {"n": n})] = Item(Row(str(n), "a", {"target": (None,)}, str(n)), record, "d")
     return Encodings("media", list(missing), missing)
 
 

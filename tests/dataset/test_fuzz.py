@@ -210,7 +210,7 @@ def use(row):
     """Takes one file the way that training does; returns whether it is used."""
     used = False
     try:
-        image = open_image(row.media, row.id)
+        image = open_image(row.content, row.id)
         assert image.mode == "RGB" and min(image.size) > 0
         used = True
         if image.width * image.height < 10**7:
@@ -265,7 +265,7 @@ def main(folder, first, num_files, seed):
         start = time.monotonic()
         # Ends the process even where a decoder holds Python's lock.
         faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
-        used = use(Row(path.name, "x", bytes(data) if n % 4 == 0 else path, path.name))
+        used = use(Row(path.name, "x", {"target": (bytes(data) if n % 4 == 0 else path,)}, path.name))
         # What is wrong in memory shall show with the file that did it.
         gc.collect()
         faulthandler.cancel_dump_traceback_later()

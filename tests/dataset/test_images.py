@@ -762,7 +762,10 @@ def test_records_are_those_of_dataset_jsonl(tmp_path):
     exif[0x0112] = 6
     (tmp_path / "a.png").write_bytes(encode(Image.fromarray(noise(100, 150)), "PNG", exif=exif))
     (tmp_path / "a.txt").write_text("a café")
-    rows = [*read_rows(tmp_path), Row("train/1", "two", encode(Image.fromarray(noise(64, 80)), "PNG"), "train row 1")]
+    rows = [
+        *read_rows(tmp_path),
+        Row("train/1", "two", {"target": (encode(Image.fromarray(noise(64, 80)), "PNG"),)}, "train row 1"),
+    ]
     records = inspect(rows, max_pixels=96 * 64)
     assert records == [
         {
@@ -810,9 +813,9 @@ def test_enlargement_is_reported(tmp_path, caplog):
     rows = []
     for n in range(7):
         Image.new("RGB", (48, 31)).save(tmp_path / f"{n}.png")
-        rows.append(Row(f"{n}.png", "x", tmp_path / f"{n}.png", f"{n}.png"))
+        rows.append(Row(f"{n}.png", "x", {"target": (tmp_path / f"{n}.png",)}, f"{n}.png"))
     Image.new("RGB", (48, 32)).save(tmp_path / "twice.png")
-    rows.append(Row("twice.png", "x", tmp_path / "twice.png", "twice.png"))
+    rows.append(Row("twice.png", "x", {"target": (tmp_path / "twice.png",)}, "twice.png"))
     inspect(rows, max_pixels=1024**2)
     assert not caplog.text
     inspect(rows)

@@ -955,7 +955,7 @@ def test_hugging_face_columns_of_plain_paths_and_of_pictures(tmp_path):
         read_clips(tmp_path / "both")
     assert [row.content for row in read_clips(tmp_path / "both", media_column="video")] == [clip]
     datasets.Dataset.from_dict({"video": [1.5], "text": ["one"]}).save_to_disk(tmp_path / "numbers")
-    with pytest.raises(RefusedError, match="column 'video' holds .*, not pictures or clips"):
+    with pytest.raises(RefusedError, match="column 'video' holds .*, not images or clips"):
         read_clips(tmp_path / "numbers")
 
 

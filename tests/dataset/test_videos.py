@@ -69,7 +69,7 @@ def greys(num_frames, height=64, width=64):
 
 def row_of(media, name=None):
     name = name or media.name
-    return Row(name, "a caption", media, name)
+    return Row(name, "a caption", {"target": (media,)}, name)
 
 
 def inspect(*rows, fps=16, num_frames=81, clip_part="start", seed=0, height=64, width=64, max_pixels=None, **kwargs):
@@ -267,7 +267,9 @@ def test_a_change_of_rate_and_of_length_stand_in_one_reason(tmp_path, caplog):
 
 def test_the_record_is_that_of_dataset_jsonl(tmp_path):
     path = write_clip(tmp_path / "a.mp4", greys(20, 48, 80) * 2, Fraction(24000, 1001), "libx264", "yuv420p")
-    records = inspect(Row("sub/é.mp4", "a café", path, "metadata.csv line 2"), fps=24, num_frames=5, max_pixels=4096)
+    records = inspect(
+        Row("sub/é.mp4", "a café", {"target": (path,)}, "metadata.csv line 2"), fps=24, num_frames=5, max_pixels=4096
+    )
     assert records == [
         {
             "id": "sub/é.mp4",
@@ -824,7 +826,7 @@ def test_all_bad_files_come_in_one_error_at_once(tmp_path, capfd):
     good = write_clip(tmp_path / "good.mkv", greys(5))
     paths = bad_files(tmp_path)
     start = time.monotonic()
-    message = refused(good, *(Row(path.name, "x", path, "row 7") for path in paths))
+    message = refused(good, *(Row(path.name, "x", {"target": (path,)}, "row 7") for path in paths))
     assert time.monotonic() - start < 20
     assert message.startswith("12 of 13 clips cannot be used:\n") and message.count("\n") == 13
     for path in paths:

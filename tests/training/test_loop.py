@@ -62,7 +62,7 @@ def run(tmp_path, *flags, module=None, batch_sizes=(None,) * NUM_ITEMS, infinite
     required = ["--pretrained_model_name_or_path", "-", "--dataset_path", "-", "--output_dir", str(tmp_path)]
     flags = [*required, "--training_mode", "full", "--optimizer", "torch.optim.SGD", "--learning_rate", "0.1", *flags]
     args = parse_args(flags, description="", values=FAMILY)
-    row = Row("a", "a", None, "a")
+    row = Row("a", "a", {}, "a")
     items = [
         Item(row, {"id": "a", "caption": "a", "used": {"size": [4, 4], "frames": 1, "batch_size": batch_size}}, None)
         for batch_size in batch_sizes
