@@ -1,10 +1,12 @@
 """What training each of the shipped recipes' models takes of memory, forecast on a CPU. NOT measured on a GPU.
 
-    python benchmarks/forecasts.py [--model Wan2.1-T2V-14B] [--markdown]    # all models: 3.5 minutes on one core
+    python benchmarks/forecasts.py [--model Wan2.1-T2V-14B] [--table memory|gpus]    # all: 4 minutes on one core
 
 Every row is `--dry_run` of an entry script with the settings of the recipes: a folder with the published configs and
 no weights, one item of the size, bf16, batch 1, a short caption (Wan pads it to 512 tokens). LoRA: rank 32, the
-default layers, AdamW. Full: adamw_8bit. `--markdown` prints the table of the README.
+default layers, AdamW. Full: adamw_8bit.
+
+`--table memory` prints the table of docs/memory.md, at each recipe's batch size; `--table gpus` that of README.md.
 
 Limits: the context of the device, workspaces of its libraries, fragmentation and copies in flight come on top.
 """
@@ -17,6 +19,7 @@ import importlib.metadata
 import io
 import json
 import logging
+import math
 import os
 import pathlib
 import sys
@@ -99,13 +102,19 @@ MODELS = {
     "Wan2.2-T2V-A14B": ("wan_t2v_a14b", wan(WAN_14B), [WAN_480P, WAN_720P]),
     "Wan2.2-I2V-A14B": ("wan_i2v_a14b", wan(WAN_14B), [WAN_480P, WAN_720P]),
 }
-# Those of the README, by the names that people use.
-IN_README = {
-    "Qwen-Image": "Qwen-Image",
-    "Wan2.1-T2V-1.3B": "Wan 1.3B",
-    "Wan2.2-TI2V-5B": "Wan 5B",
-    "Wan2.1-T2V-14B": "Wan 14B",
-}
+# Rows of the README's table: the recipes that share a row, and a size.
+GPU_ROWS = [
+    (("Qwen-Image", "Qwen-Image-2512"), QWEN_1024),
+    (("Wan2.1-T2V-1.3B",), WAN_480P),
+    (("Wan2.2-TI2V-5B",), TI2V_720P),
+    (("Wan2.1-T2V-14B", "Wan2.2-T2V-A14B", "Wan2.2-I2V-A14B"), WAN_480P),
+    (("Wan2.1-T2V-14B", "Wan2.2-T2V-A14B", "Wan2.2-I2V-A14B"), WAN_720P),
+    (("Wan2.1-I2V-14B-480P",), WAN_480P),
+    (("Wan2.1-I2V-14B-720P", "Wan2.1-FLF2V-14B-720P"), WAN_720P),
+]
+GPU_GB = (8, 12, 16, 24, 32, 48, 80, 141, 192, 288)  # that there are, up to the largest that a recipe needs
+GPUS_OF_README = (8, 12, 16, 24, 48, 80)
+CONTEXT_BYTES = GIB  # of the device itself, on top of every forecast
 
 MODES = ("keep", "recompute", "park")  # neither flag, --use_gradient_checkpointing, ..._offload
 TRAINING = {
@@ -247,33 +256,90 @@ def print_table(names):
                 print(f"{name:21} {describe_size(size):12} {training_mode} {cells}", flush=True)
 
 
-def print_markdown(names):
-    print(
-        "| GiB | LoRA: neither flag | checkpointing | offload | full: neither flag | checkpointing | offload | host |"
-    )
+def recipe_flags(name, training_mode):
+    """Return the flags of a recipe that change its forecast, other than its size."""
+    if (name, training_mode) == ("Qwen-Image", "full"):
+        return ["--train_batch_size", "4", "--dataset_repeat", "4"]
+    return []
+
+
+def recipe_figures(name, size, training_mode):
+    """Return what the recipe of a model takes at a size.
+
+    Returns:
+        `dict[str, float]`: `keep`, `recompute` and `park`, the peak of training by mode; `others`, that of all other
+        phases; `parked`; all in bytes. `result` and `checkpoint`, the sizes of both on disk, in bytes.
+    """
+    arguments = (name, size, training_mode, *recipe_flags(name, training_mode))
+    predicted = predict(*arguments)
+    row = {mode: forecast["training_peak_bytes"] for mode, forecast in predicted.items()}
+    row["others"] = max(num for phase, num in predicted["park"]["phases"].items() if phase != "training")
+    row["parked"] = predicted["park"]["parked_bytes"]
+    num_trained = sum(math.prod(shape) for shape, _ in dry_run(*arguments).parameters.values())
+    # The result is in bf16. A checkpoint has fp32 weights and two moments: fp32, or of 8 bits with a scale per 256.
+    row["result"] = 2 * num_trained
+    row["checkpoint"] = (4 + (8 if training_mode == "lora" else 2 + 8 / 256)) * num_trained
+    return row
+
+
+def memory_row(name, size, training_mode):
+    """Return a row of docs/memory.md."""
+    row = recipe_figures(name, size, training_mode)
+    cells = [f"{row[key] / GIB:.1f}" for key in (*MODES, "parked", "others")]
+    cells += [f"{row[key] / 1e9:.1f}" for key in ("result", "checkpoint")]
+    return f"| {training_mode}/{name}, {describe_size(size)} | {' | '.join(cells)} |"
+
+
+def print_memory_table(names):
+    """Print the table of docs/memory.md, one row for each recipe and size."""
+    print("| GiB | neither flag | checkpointing | offload | parked | other phases | result, GB | checkpoint, GB |")
     print("|---|---|---|---|---|---|---|---|")
-    for name in names:
-        for size in MODELS[name][2]:
-            lora, full = (predict(name, size, training_mode) for training_mode in TRAINING)
-            cells = [forecast[mode]["training_peak_bytes"] for forecast in (lora, full) for mode in MODES]
-            cells = [f"{num_bytes / GIB:.1f}" for num_bytes in (*cells, lora["park"]["parked_bytes"])]
-            print(f"| {IN_README[name]}, {describe_size(size)} | {' | '.join(cells)} |", flush=True)
+    for training_mode in TRAINING:
+        for name in names:
+            for size in MODELS[name][2]:
+                print(memory_row(name, size, training_mode), flush=True)
+
+
+def size_class(num_bytes):
+    """Return the GB of the smallest GPU that holds so many bytes; N GB are counted as N * 10^9 bytes."""
+    return next(gigabytes for gigabytes in GPU_GB if num_bytes + CONTEXT_BYTES <= gigabytes * 1e9)
+
+
+def gpu_table(figures=recipe_figures):
+    """Yield the lines of the table in README.md: which recipes fit on which GPU, by the figures of each."""
+    yield f"| forecast | {' | '.join(f'{gigabytes} GB' for gigabytes in GPUS_OF_README)} |"
+    yield "|---" * (len(GPUS_OF_README) + 1) + "|"
+    for names, size in GPU_ROWS:
+        cells = {gigabytes: [] for gigabytes in GPUS_OF_README}
+        for recipe, training_mode in (("LoRA", "lora"), ("full", "full")):
+            row = figures(names[0], size, training_mode)
+            needed, with_offload = (size_class(max(row[mode], row["others"])) for mode in ("recompute", "park"))
+            for gigabytes, cell in cells.items():
+                if gigabytes >= with_offload:
+                    cell.append(recipe if gigabytes >= needed else f"{recipe} + offload")
+        cells = [", ".join(cell) or "not yet" for cell in cells.values()]
+        yield f"| {', '.join(names)}, {describe_size(size)} | {' | '.join(cells)} |"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS)
-    parser.add_argument("--markdown", action="store_true", help="the table of the README")
+    parser.add_argument("--model", choices=MODELS, help="this model alone")
+    parser.add_argument("--table", choices=("memory", "gpus"), help="a table of docs/memory.md or the README instead")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     for library in (diffusers, transformers):
         library.utils.logging.disable_progress_bar()
-    if options.markdown:
-        return print_markdown(IN_README)
+    names = [options.model] if options.model else MODELS
+    if options.table == "gpus":
+        for line in gpu_table():
+            print(line, flush=True)
+        return
+    if options.table == "memory":
+        return print_memory_table(names)
     packages = ("torch", "diffusers", "transformers", "peft", "bitsandbytes")
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
     print(f"{versions}; {datetime.date.today()}; forecast, not measured; batch 1, GiB")
-    print_table([options.model] if options.model else MODELS)
+    print_table(names)
 
 
 if __name__ == "__main__":

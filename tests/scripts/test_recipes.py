@@ -7,17 +7,18 @@ published configs: what a run would refuse, or read otherwise than the recipe sa
 import ast
 import dataclasses
 import functools
-import math
 import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 import torch
 
-from benchmarks.forecasts import GIB, MODELS, dry_run, model_folder, predict
+from benchmarks.forecasts import GIB, MODELS, describe_size, dry_run, memory_row, model_folder, size_class
 from blockwise import offload
 from pipelines.wan_video import find_variant
 from runtime.errors import RefusedError
@@ -29,13 +30,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 SHELL_SCRIPTS = sorted(path.relative_to(ROOT) for path in (ROOT / "scripts").rglob("*.sh"))
 RECIPES = [path for path in SHELL_SCRIPTS if len(path.parts) == 4]
 FULL_RECIPES = [path for path in RECIPES if path.parts[2] == "full"]
-WAN_RECIPES = [path for path in RECIPES if path.parts[1] == "wan_video"]
 ON = "  --use_gradient_checkpointing \\\n"
 OFFLOAD_OFF = "  # --use_gradient_checkpointing_offload \\\n"
 OFFLOAD_ON = "  --use_gradient_checkpointing_offload \\\n"
 
 HUB_IDS = {"qwen_image": "Qwen/{}", "wan_video": "Wan-AI/{}-Diffusers"}
-DATASETS = {"qwen_image": "data/my_pictures", "wan_video": "data/my_clips"}
+DATASETS = {"qwen_image": "data/my_images", "wan_video": "data/my_clips"}
 # Parameters of the published transformers, one expert's where there are two.
 NUM_PARAMETERS = {
     "Qwen-Image": 20_430_401_088,
@@ -52,6 +52,7 @@ NUM_PARAMETERS = {
 
 STUB = """#!/bin/sh
 pwd > "$RECORD/folder"
+echo $$ > "$RECORD/pid"
 printf '%s\\0' "$@" > "$RECORD/arguments"
 exit "${STUB_EXIT_CODE:-0}"
 """
@@ -70,6 +71,7 @@ def checkout(tmp_path):
     root = tmp_path / "a checkout"  # a blank, as in the folders of many people
     for family in HUB_IDS:
         shutil.copytree(ROOT / "scripts" / family, root / "scripts" / family)
+    shutil.copy(ROOT / "scripts" / "launch.sh", root / "scripts")
     write_stub(tmp_path / "bin")
     return root
 
@@ -79,26 +81,29 @@ def run_recipe(checkout, recipe, *flags, **environment):
     record = checkout.parent / "record"
     shutil.rmtree(record, ignore_errors=True)
     record.mkdir()
-    of_recipes = ("DATASET_PATH", "OUTPUT_DIR", "EXPERT")
+    of_recipes = ("DATASET_PATH", "OUTPUT_DIR", "EXPERT", "LAUNCH")
     inherited = {key: value for key, value in os.environ.items() if key not in of_recipes}
     path = f"{checkout.parent / 'bin'}{os.pathsep}{inherited['PATH']}"
-    done = subprocess.run(
+    process = subprocess.Popen(
         ["bash", str(checkout / recipe), *flags],
         cwd=checkout.parent,
         env={**inherited, "PATH": path, "RECORD": str(record), **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     )
     # "command not found" is what bash says when a comment has cut a command in two.
-    assert done.stderr == ""
+    assert process.communicate()[0] == ""
     assert (record / "folder").read_text().strip() == str(checkout)
-    return done, (record / "arguments").read_text().split("\0")[:-1]
+    # The launcher has replaced the shell: a signal to the recipe reaches it.
+    assert int((record / "pid").read_text()) == process.pid
+    return process, (record / "arguments").read_text().split("\0")[:-1]
 
 
 def split_command(command):
     """Return the config file, the training script and the flags of `accelerate launch`."""
-    assert command[:2] == ["launch", "--config_file"]
-    return command[2], command[3], command[4:]
+    assert command[:3] == ["launch", "--quiet", "--config_file"]
+    return command[3], command[4], command[5:]
 
 
 def parse(training_script, flags):
@@ -124,11 +129,6 @@ def header(recipe):
     return re.match(r"(#.*\n)+", (ROOT / recipe).read_text())[0]
 
 
-def flowing(text):
-    """Return comments without their line breaks."""
-    return text.replace("\n# ", " ")
-
-
 # ---------------------------------------------------------------- what a recipe runs
 
 
@@ -141,7 +141,7 @@ def test_there_is_a_recipe_for_every_model_and_mode():
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=str)
 def test_bash_can_read_it_and_anyone_run_it(script):
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
-    assert os.access(ROOT / script, os.X_OK)
+    assert os.access(ROOT / script, os.X_OK) == (script.name != "launch.sh"), "that one is sourced"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -224,7 +224,7 @@ def test_environment_and_further_flags_win(recipe, checkout):
 @pytest.mark.parametrize("model", ["Wan2.2-T2V-A14B", "Wan2.2-I2V-A14B"])
 def test_second_run_of_a_full_recipe_trains_the_other_expert(model, checkout):
     recipe = f"scripts/wan_video/full/{model}.sh"
-    assert "EXPERT " in header(recipe) and "run it twice" in header(recipe)
+    assert "Run it twice, once for each expert: EXPERT=high_noise" in header(recipe)
     _, command = run_recipe(checkout, recipe, EXPERT="low_noise")
     args = parse(*split_command(command)[1:])
     assert (args.expert, args.output_dir) == ("low_noise", f"outputs/{model}-full-low_noise")
@@ -234,9 +234,9 @@ def test_second_run_of_a_full_recipe_trains_the_other_expert(model, checkout):
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_ti2v_recipe_trains_t2v_as_its_header_says(mode, checkout):
+def test_ti2v_recipe_trains_t2v_as_it_says(mode, checkout):
     recipe = f"scripts/wan_video/{mode}/Wan2.2-TI2V-5B.sh"
-    assert "--task t2v behind the command" in header(recipe)
+    assert "  --task i2v  # --task t2v trains from text alone" in (ROOT / recipe).read_text()
     _, command = run_recipe(checkout, recipe, "--task", "t2v")
     assert parse(*split_command(command)[1:]).task == "t2v"
 
@@ -254,6 +254,60 @@ def test_accelerate_of_the_venv_comes_first(checkout):
     assert done.returncode == 0
 
 
+def test_several_gpus_are_one_variable_away(checkout):
+    """As scripts/launch.sh says."""
+    launch = re.search(r'LAUNCH="(accelerate launch .*)" bash RECIPE', (ROOT / "scripts" / "launch.sh").read_text())[1]
+    _, command = run_recipe(checkout, RECIPES[0], LAUNCH=launch)
+    assert command[:4] == ["launch", "--config_file", "accelerate_configs/multi_gpu.yaml", "train_qwen_image.py"]
+    assert (ROOT / command[2]).is_file()
+
+
+# ---------------------------------------------------------------- how a recipe ends
+
+
+QWEN = "scripts/qwen_image/lora/Qwen-Image.sh"
+
+
+def start_here(recipe, *flags, **environment):
+    """Start a recipe of this checkout, with what it says in one pipe."""
+    settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    return subprocess.Popen(
+        ["bash", str(ROOT / recipe), *map(str, flags)],
+        env={**os.environ, **settings, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_python_as_launcher_gives_the_exact_code_of_a_refusal(tmp_path):
+    process = start_here(QWEN, "--lora_rnk", "4", LAUNCH="python", OUTPUT_DIR=str(tmp_path / "out"))
+    assert process.communicate()[0] == "error: Unknown flag --lora_rnk; the nearest is --lora_rank.\n"
+    assert process.returncode == 2
+
+
+def test_a_refusal_through_the_launcher_is_one_sentence(tmp_path):
+    process = start_here(QWEN, "--lora_rnk", "4", OUTPUT_DIR=str(tmp_path / "out"))
+    assert process.communicate()[0] == "error: Unknown flag --lora_rnk; the nearest is --lora_rank.\n"
+    assert process.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launch", "code"), [("", -signal.SIGTERM), ("python", 3)])
+def test_a_signal_ends_the_run_with_its_checkpoint(launch, code, tiny_qwen_image, photos, tmp_path):
+    output_dir = tmp_path / "out"
+    flags = ["--pretrained_model_name_or_path", tiny_qwen_image, "--height", "64", "--width", "64"]
+    flags += ["--max_train_steps", "100000", "--logging_steps", "1"]
+    process = start_here(QWEN, *flags, LAUNCH=launch, DATASET_PATH=str(photos), OUTPUT_DIR=str(output_dir))
+    deadline = time.monotonic() + 120
+    while not (output_dir / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=120)[0]  # until the run, too, has closed it
+    assert process.returncode == code, said
+    assert len(list(output_dir.glob("checkpoint-*"))) == 1, said
+
+
 # ---------------------------------------------------------------- what recipes repeat of each other
 
 
@@ -265,10 +319,11 @@ def test_recipes_of_one_family_and_mode_run_the_same_code(family, mode):
     may_differ += ("expert", "use_gradient_checkpointing_offload")
     shared = set()
     for path in (ROOT / "scripts" / family / mode).glob("*.sh"):
-        lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+        text = re.sub(r"  #(?! --).*", "", path.read_text())  # notes behind a flag
+        lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
         flags = [line.split()[0].removeprefix("--") if line.split() else "" for line in lines]
         kept = [line for line, flag in zip(lines, flags, strict=True) if flag not in may_differ]
-        shared.add("\n".join(line for line in kept if line != 'EXPERT="${EXPERT:-high_noise}"'))
+        shared.add("\n".join(line for line in kept if line != "EXPERT=${EXPERT:-high_noise}"))
     assert len(shared) == 1
 
 
@@ -286,90 +341,77 @@ def test_recipes_of_one_architecture_differ_in_names_and_sizes_only(mode, first,
         path = ROOT / "scripts" / path.format(mode)
         text = re.sub(rf"\b{re.escape(path.stem)}\b(?!-\d)", "MODEL", path.read_text())
         if numbers_differ:
-            text = re.sub(r"\s+", " ", re.sub(r"\d+(\.\d+)?", "N", flowing(text.replace(OFFLOAD_OFF, OFFLOAD_ON))))
+            text = re.sub(r"\d+(\.\d+)?", "N", text.replace(OFFLOAD_OFF, OFFLOAD_ON))
         texts.append(text)
     assert texts[0] == texts[1]
 
 
-# ---------------------------------------------------------------- what a header says
+# ---------------------------------------------------------------- what a header says, and docs/memory.md
+
+
+def memory_page():
+    """Return the rows of the table in docs/memory.md, by their first cell."""
+    lines = (ROOT / "docs" / "memory.md").read_text().splitlines()
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith(("| lora/", "| full/"))}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_header_says_what_for_on_what_and_how_much(recipe):
-    text = header(recipe)
-    for word in ("# Goal: ", f"# Usage: bash {recipe} ", "DATASET_PATH", "OUTPUT_DIR", "# Hardware: ", "# Memory"):
-        assert word in text, word
-    # Until a run on a GPU has given figures, no reader may take these for such.
-    assert "Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py)" in flowing(text)
-    if recipe in WAN_RECIPES:
-        words = ["Clips: ", "--clip_part", "--fps"]
-        words += ["if that is 5 or more: pictures are left out"] * ("-T2V" not in recipe.stem)
-        for word in words:
-            assert word in flowing(text), word
+def test_header_says_what_for_how_and_how_much(recipe, checkout):
+    text = (ROOT / recipe).read_text()
+    assert len(text.splitlines()) <= 34
+    goal, usage, *more, memory = header(recipe).splitlines()[1:]
+    assert goal.startswith("# Goal: ") and len(more) <= 1
+    assert usage.startswith(f"# Usage: DATASET_PATH=FOLDER bash {recipe} [")
+
+    args = parse(*split_command(run_recipe(checkout, recipe)[1])[1:])
+    size = describe_size((args.width, args.height, getattr(args, "num_frames", 1)))
+    label = f"{args.training_mode}/{recipe.stem.removesuffix('-2512')}, {size}"
+    cells = memory_page()[label].strip("| ").split(" | ")[1:]
+    keep, recompute, park, _, others = cells[:5]
+    own = park if args.use_gradient_checkpointing_offload else recompute
+    gigabytes = size_class(max(float(own), float(others)) * GIB)
+    assert memory == (
+        f"# Memory: {keep} GiB with neither flag, {recompute} checkpointing, {park} offload: {gigabytes} GB as below. "
+        "Forecast, docs/memory.md."
+    )
 
 
-@pytest.mark.parametrize("recipe", FULL_RECIPES, ids=str)
-def test_bytes_per_parameter_of_full_training_add_up(recipe):
-    """The header's GiB follow from its bytes per parameter, and these from the dtypes that it names."""
-    text, num_parameters = header(recipe), NUM_PARAMETERS[recipe.stem]
-    row = {
-        name: [float(number) for number in re.findall(r"[\d.]+", re.search(rf"# +{name} +(.*)", text)[1])]
-        for name in ("weights, bf16", "masters, fp32", "their gradients, fp32, at the step", "at the optimizer step")
-    }
+def test_bytes_per_parameter_of_full_training_add_up():
+    """The totals in docs/memory.md follow from the dtypes that it names."""
+    text = (ROOT / "docs" / "memory.md").read_text()
+
+    def row(name):
+        cells = re.search(rf"^\| {re.escape(name)} \| (.*) \|$", text, re.MULTILINE)[1].split(" | ")
+        return [float(cell) for cell in cells]
+
+    parts = ("weights, bf16", "masters, fp32", "their gradients, fp32, at the step")
+    assert [row(name) for name in parts] == [[2] * 3, [4] * 3, [4] * 3]
     state = [8, 2 + 2 * 4 / 256, 0]  # two fp32 moments; two of one byte with a fp32 scale per 256; next to nothing
-    assert f"# Memory: {num_parameters / 1e9:.2f}e9 parameters" in text
-    gib = re.search(r"# +([\d.]+) GiB +([\d.]+) GiB +([\d.]+) GiB\n", text).groups()
     for i in range(3):
-        total = row["weights, bf16"][i] + row["masters, fp32"][i] + row["their gradients, fp32, at the step"][i]
-        assert total == 2 + 4 + 4
-        assert row["at the optimizer step"][i] == pytest.approx(total + state[i], abs=0.01)
-        calculated = (total + state[i]) * num_parameters / 2**30
-        assert gib[i] == (f"{calculated:.1f}" if "." in gib[i] else f"{calculated:.0f}")
-    # A checkpoint has the masters and the state of adamw_8bit.
-    for what, bytes_each in (("for the result", 2), ("for each checkpoint", 4 + state[1])):
-        gb = re.search(rf"([\d.]+) GB {what}", text)[1]
-        calculated = bytes_each * num_parameters / 1e9
-        assert gb == (f"{calculated:.1f}" if "." in gb else f"{calculated:.0f}")
+        assert row("optimizer state")[i] == pytest.approx(state[i], abs=0.01)
+        assert row("in all")[i] == pytest.approx(10 + state[i], abs=0.01)
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    "label",
     [
-        pytest.param(
-            path, marks=[] if path.stem in ("Qwen-Image", "Wan2.1-T2V-1.3B") else pytest.mark.slow, id=str(path)
-        )
-        for path in RECIPES
+        pytest.param(label, marks=[] if label == "lora/Wan2.1-T2V-1.3B, 832x480x81" else pytest.mark.slow)
+        for label in memory_page()
     ],
 )
-def test_memory_in_the_header_is_what_the_benchmark_forecasts(recipe, request):
+def test_the_page_of_memory_is_what_the_benchmark_forecasts(label, request):
     request.addfinalizer(lambda: offload.set_limit(None))  # a dry run sets one
-    mode, model = recipe.parts[2], recipe.stem.removesuffix("-2512")
-    text = header(recipe)
-    memory = text[text.index("# Memory") :]
-    sizes = [size for size in MODELS[model][2] if "{}x{}".format(*size[:2]) in memory]
-    batch = re.search(r"(\d+) pictures of", memory)
-    flags = ["--train_batch_size", batch[1], "--dataset_repeat", batch[1]] if batch else []
-    forecast = dry_run(model, sizes[0], mode, *flags)
-    predictions = [predict(model, size, mode, *flags) for size in sizes]
+    mode, model, size = re.fullmatch(r"(\w+)/(.*), (.*)", label).groups()
+    size = tuple(map(int, size.split("x")))
+    size = size if len(size) == 3 else (*size, 1)
+    assert memory_row(model, size, mode) == memory_page()[label]
+    forecast = dry_run(model, size, mode)
     assert sum(parameter.numel() for parameter in forecast.skeleton.parameters()) == NUM_PARAMETERS[model]
-    for label, key in (
-        ("no checkpointing flag", "keep"),
-        ("--use_gradient_checkpointing", "recompute"),
-        ("--use_gradient_checkpointing_offload", "park"),
-    ):
-        line = re.search(rf"^#   {label} +(\d.*)$", text, re.MULTILINE)[1]
-        expected = [predicted[key]["training_peak_bytes"] for predicted in predictions]
-        if key == "park":
-            expected += [predicted[key]["parked_bytes"] for predicted in predictions]
-        assert re.findall(r"\d+\.\d+", line) == [f"{num_bytes / GIB:.1f}" for num_bytes in expected]
-    parked = predictions[-1]["park"]
-    if parked["peak_phase"] == "text encoder":
-        assert f"the text encoder is alone on the GPU, with {parked['phases']['text encoder'] / GIB:.1f} GiB" in text
-    else:
-        assert parked["peak_phase"] == "training"
-    if mode == "lora":
-        assert f"weights ({parked['by_category']['weights'] / GIB:.1f} GiB)" in text
-        num_trained = sum(math.prod(shape) for shape, _ in forecast.parameters.values())
-        # The file is in bf16; a checkpoint has fp32 and two moments.
-        disk = f"takes {2 * num_trained / 1e9:.2f} GB of disk, a checkpoint {12 * num_trained / 1e9:.1f} GB."
-        assert disk in flowing(text)
+
+
+def test_the_page_of_memory_has_every_recipe():
+    """At each size of the benchmark, which has those of the recipes."""
+    expected = {
+        f"{m}/{name}, {describe_size(size)}" for name in MODELS for size in MODELS[name][2] for m in ("lora", "full")
+    }
+    assert set(memory_page()) == expected

@@ -1,44 +1,9 @@
 #!/usr/bin/env bash
-# Goal: all weights of Wan2.1-I2V-14B-480P trained further, on a data set of thousands of clips with captions.
-# Usage: bash scripts/wan_video/full/Wan2.1-I2V-14B-480P.sh [further flags, which win over those below]
-#   DATASET_PATH  folder with clips and captions, default data/my_clips
-#   OUTPUT_DIR    default outputs/Wan2.1-I2V-14B-480P-full
-#   (relative to the root of the repository; go on after a stop with --resume_from_checkpoint latest)
-#
-# Clips: the first 81 frames of each at 16 fps, 5 seconds. --clip_part middle or random takes others, --num_frames and
-# --fps set other lengths and rates. Of shorter ones 4n + 1 frames are used, if that is 5 or more: pictures are left
-# out. The condition is the first frame.
-#
-# Hardware: one GPU, by the prediction with 288 GB. Everything lies on one device today: ZeRO is refused for full
-# training, and multi_gpu.yaml puts the same memory on each GPU. With 80 to 192 GB train a LoRA.
-# Disk: 33 GB for the result, 99 GB for each checkpoint, of which two lie side by side while one replaces the other.
-#
-# Memory: 16.39e9 parameters, bytes for each of them:
-#                                      adamw    adamw_8bit   adafactor
-#   weights, bf16                        2          2            2
-#   masters, fp32                        4          4            4
-#   their gradients, fp32, at the step   4          4            4
-#   optimizer state                      8          2.03         0.01 or less
-#   at the optimizer step               18         12.03        10
-#                                      275 GiB    184 GiB      153 GiB
-# adamw is torch's fused one on a GPU, which needs nothing beside its state.
-# In the backward pass the gradients are bf16, 2 bytes. Peak of a step, adamw_8bit, one clip of 81 frames at 832x480:
-#   no checkpointing flag                 532.2 GiB
-#   --use_gradient_checkpointing          183.7 GiB
-#   --use_gradient_checkpointing_offload  183.7 GiB, and 12.2 GiB parked in host memory
-# That is in the backward pass or, if it takes more, at the optimizer step. At batch 1 parking saves little or nothing:
-# as the inputs go the gradients come. Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py)
-# The CUDA context and fragmentation come on top.
-set -euo pipefail
-cd "$(dirname "$0")/../../.."
-if [ -d .venv/bin ]; then
-  PATH="$PWD/.venv/bin:$PATH"
-fi
+# Goal: all weights of Wan2.1-I2V-14B-480P, on thousands of captioned clips.
+# Usage: DATASET_PATH=FOLDER bash scripts/wan_video/full/Wan2.1-I2V-14B-480P.sh [flags that win over these]
+# Memory: 532.2 GiB with neither flag, 183.7 checkpointing, 183.7 offload: 288 GB as below. Forecast, docs/memory.md.
+source "$(dirname "$0")/../../launch.sh"  # goes to the root of the repository, sets LAUNCH
 
-# Size: 832x480, which the model is made for. For each clip in its own shape: --max_pixels 399360 instead of the two.
-# Batch: 1, as in the figures. Accumulation adds gradients up in fp32: 4 bytes per parameter in the backward pass.
-# Optimizer: adamw_8bit, for which 1e-5 is the usual full rate. Adafactor, without a first moment, takes less.
-# Caption dropout: stock sampling guides each video away from an empty caption, which so has to stay trained.
 ARGS=(
   --pretrained_model_name_or_path Wan-AI/Wan2.1-I2V-14B-480P-Diffusers
   --dataset_path "${DATASET_PATH:-data/my_clips}"
@@ -48,8 +13,8 @@ ARGS=(
   --width 832
   --num_frames 81
   --fps 16
-  --train_batch_size 1
-  --caption_dropout 0.1
+  --train_batch_size 1  # accumulation would add 4 bytes per parameter
+  --caption_dropout 0.1  # guidance needs the empty caption, which has to stay trained
   --optimizer adamw_8bit
   --learning_rate 1e-5
   --lr_scheduler constant_with_warmup
@@ -62,4 +27,4 @@ ARGS=(
   # --validation_prompt "like a caption" --validation_steps 250 --validation_split 0.05 \
   # --validation_image first.png \
 )
-accelerate launch --config_file accelerate_configs/single_gpu.yaml train_wan_video.py "${ARGS[@]}" "$@"
+exec $LAUNCH train_wan_video.py "${ARGS[@]}" "$@"

@@ -1,57 +1,21 @@
 #!/usr/bin/env bash
-# Goal: all weights of Wan2.2-TI2V-5B trained further, on a data set of thousands of clips with captions.
-# Usage: bash scripts/wan_video/full/Wan2.2-TI2V-5B.sh [further flags, which win over those below]
-#   DATASET_PATH  folder with clips and captions, default data/my_clips
-#   OUTPUT_DIR    default outputs/Wan2.2-TI2V-5B-full
-#   (relative to the root of the repository; go on after a stop with --resume_from_checkpoint latest)
-#
-# Clips: the first 121 frames of each at 24 fps, 5 seconds. --clip_part middle or random takes others, --num_frames and
-# --fps set other lengths and rates. Of shorter ones 4n + 1 frames are used, if that is 5 or more: pictures are left
-# out. The condition is the first frame.
-# Task: from image to video. --task t2v behind the command trains from text alone: with pictures too, in less memory.
-#
-# Hardware: one GPU, by the prediction with 80 GB. Everything lies on one device today: ZeRO is refused for full
-# training, and multi_gpu.yaml puts the same memory on each GPU.
-# Disk: 10 GB for the result, 30 GB for each checkpoint, of which two lie side by side while one replaces the other.
-#
-# Memory: 5.00e9 parameters, bytes for each of them:
-#                                      adamw    adamw_8bit   adafactor
-#   weights, bf16                        2          2            2
-#   masters, fp32                        4          4            4
-#   their gradients, fp32, at the step   4          4            4
-#   optimizer state                      8          2.03         0.01 or less
-#   at the optimizer step               18         12.03        10
-#                                     83.8 GiB   56.0 GiB     46.6 GiB
-# adamw is torch's fused one on a GPU, which needs nothing beside its state.
-# In the backward pass the gradients are bf16, 2 bytes. Peak of a step, adamw_8bit, one clip of 121 frames at 1280x704:
-#   no checkpointing flag                 277.9 GiB
-#   --use_gradient_checkpointing           58.5 GiB
-#   --use_gradient_checkpointing_offload   58.5 GiB, and 4.5 GiB parked in host memory
-# That is in the backward pass or, if it takes more, at the optimizer step. At batch 1 parking saves little or nothing:
-# as the inputs go the gradients come. Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py)
-# The CUDA context and fragmentation come on top.
-set -euo pipefail
-cd "$(dirname "$0")/../../.."
-if [ -d .venv/bin ]; then
-  PATH="$PWD/.venv/bin:$PATH"
-fi
+# Goal: all weights of Wan2.2-TI2V-5B, on thousands of captioned clips.
+# Usage: DATASET_PATH=FOLDER bash scripts/wan_video/full/Wan2.2-TI2V-5B.sh [flags that win over these]
+# Memory: 277.9 GiB with neither flag, 58.5 checkpointing, 58.5 offload: 80 GB as below. Forecast, docs/memory.md.
+source "$(dirname "$0")/../../launch.sh"  # goes to the root of the repository, sets LAUNCH
 
-# Size: 1280x704, the default of the flags. For each clip in its own shape: --max_pixels 901120 instead of the two.
-# Batch: 1, as in the figures. Accumulation adds gradients up in fp32: 4 bytes per parameter in the backward pass.
-# Optimizer: adamw_8bit, for which 1e-5 is the usual full rate. Adafactor, without a first moment, takes less.
-# Caption dropout: stock sampling guides each video away from an empty caption, which so has to stay trained.
 ARGS=(
   --pretrained_model_name_or_path Wan-AI/Wan2.2-TI2V-5B-Diffusers
   --dataset_path "${DATASET_PATH:-data/my_clips}"
   --output_dir "${OUTPUT_DIR:-outputs/Wan2.2-TI2V-5B-full}"
   --training_mode full
-  --task i2v
+  --task i2v  # --task t2v trains from text alone: images too, in less memory
   --height 704
   --width 1280
   --num_frames 121
   --fps 24
-  --train_batch_size 1
-  --caption_dropout 0.1
+  --train_batch_size 1  # accumulation would add 4 bytes per parameter
+  --caption_dropout 0.1  # guidance needs the empty caption, which has to stay trained
   --optimizer adamw_8bit
   --learning_rate 1e-5
   --lr_scheduler constant_with_warmup
@@ -64,4 +28,4 @@ ARGS=(
   # --validation_prompt "like a caption" --validation_steps 250 --validation_split 0.05 \
   # --validation_image first.png \
 )
-accelerate launch --config_file accelerate_configs/single_gpu.yaml train_wan_video.py "${ARGS[@]}" "$@"
+exec $LAUNCH train_wan_video.py "${ARGS[@]}" "$@"

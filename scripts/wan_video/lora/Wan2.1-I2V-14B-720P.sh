@@ -1,30 +1,9 @@
 #!/usr/bin/env bash
-# Goal: a LoRA of Wan2.1-I2V-14B-720P for one motion or effect, from some tens of clips with captions.
-# Usage: bash scripts/wan_video/lora/Wan2.1-I2V-14B-720P.sh [further flags, which win over those below]
-#   DATASET_PATH  folder with clips and captions, default data/my_clips
-#   OUTPUT_DIR    default outputs/Wan2.1-I2V-14B-720P-lora
-#   (relative to the root of the repository; go on after a stop with --resume_from_checkpoint latest)
-#
-# Clips: the first 81 frames of each at 16 fps, 5 seconds. --clip_part middle or random takes others, --num_frames and
-# --fps set other lengths and rates. Of shorter ones 4n + 1 frames are used, if that is 5 or more: pictures are left
-# out. The condition is the first frame.
-#
-# Hardware: one GPU, by the prediction with 80 GB. For several GPUs name multi_gpu.yaml below: more samples per step,
-# just as much memory on each. The result takes 0.36 GB of disk, a checkpoint 2.2 GB.
-#
-# Memory at 1280x720, 81 frames, batch 1, these targets; with weights (30.6 GiB), adapters, gradients and AdamW:
-#   no checkpointing flag                 775.2 GiB
-#   --use_gradient_checkpointing           86.5 GiB
-#   --use_gradient_checkpointing_offload   59.7 GiB, and 28.1 GiB parked in host memory
-# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py) The CUDA context and fragmentation come
-# on top.
-set -euo pipefail
-cd "$(dirname "$0")/../../.."
-if [ -d .venv/bin ]; then
-  PATH="$PWD/.venv/bin:$PATH"
-fi
+# Goal: a LoRA of Wan2.1-I2V-14B-720P for one motion or effect, from some tens of captioned clips.
+# Usage: DATASET_PATH=FOLDER bash scripts/wan_video/lora/Wan2.1-I2V-14B-720P.sh [flags that win over these]
+# Memory: 775.2 GiB with neither flag, 86.5 checkpointing, 59.7 offload: 80 GB as below. Forecast, docs/memory.md.
+source "$(dirname "$0")/../../launch.sh"  # goes to the root of the repository, sets LAUNCH
 
-# Size: 1280x720, which the model is made for. For each clip in its own shape: --max_pixels 921600 instead of the two.
 ARGS=(
   --pretrained_model_name_or_path Wan-AI/Wan2.1-I2V-14B-720P-Diffusers
   --dataset_path "${DATASET_PATH:-data/my_clips}"
@@ -45,4 +24,4 @@ ARGS=(
   # --validation_prompt "like a caption" --validation_steps 250 --validation_split 0.05 \
   # --validation_image first.png \
 )
-accelerate launch --config_file accelerate_configs/single_gpu.yaml train_wan_video.py "${ARGS[@]}" "$@"
+exec $LAUNCH train_wan_video.py "${ARGS[@]}" "$@"

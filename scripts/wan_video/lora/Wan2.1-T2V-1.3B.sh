@@ -1,29 +1,9 @@
 #!/usr/bin/env bash
-# Goal: a LoRA of Wan2.1-T2V-1.3B for one subject, style or motion, from some tens of clips with captions.
-# Usage: bash scripts/wan_video/lora/Wan2.1-T2V-1.3B.sh [further flags, which win over those below]
-#   DATASET_PATH  folder with clips and captions, default data/my_clips
-#   OUTPUT_DIR    default outputs/Wan2.1-T2V-1.3B-lora
-#   (relative to the root of the repository; go on after a stop with --resume_from_checkpoint latest)
-#
-# Clips: the first 81 frames of each at 16 fps, 5 seconds. --clip_part middle or random takes others, --num_frames and
-# --fps set other lengths and rates. Of shorter ones 4n + 1 frames are used; a picture is a clip of one.
-#
-# Hardware: one GPU, by the prediction with 16 GB. For several GPUs name multi_gpu.yaml below: more samples per step,
-# just as much memory on each. The result takes 0.09 GB of disk, a checkpoint 0.5 GB.
-#
-# Memory at 832x480, 81 frames, batch 1, these targets; with weights (2.6 GiB), adapters, gradients and AdamW:
-#   no checkpointing flag                  88.4 GiB
-#   --use_gradient_checkpointing           10.0 GiB
-#   --use_gradient_checkpointing_offload    7.5 GiB, and 2.7 GiB parked in host memory
-# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py) The CUDA context and fragmentation come
-# on top. Before training the text encoder is alone on the GPU, with 10.9 GiB.
-set -euo pipefail
-cd "$(dirname "$0")/../../.."
-if [ -d .venv/bin ]; then
-  PATH="$PWD/.venv/bin:$PATH"
-fi
+# Goal: a LoRA of Wan2.1-T2V-1.3B for one subject, style or motion, from some tens of captioned clips.
+# Usage: DATASET_PATH=FOLDER bash scripts/wan_video/lora/Wan2.1-T2V-1.3B.sh [flags that win over these]
+# Memory: 88.4 GiB with neither flag, 10.0 checkpointing, 7.5 offload: 16 GB as below. Forecast, docs/memory.md.
+source "$(dirname "$0")/../../launch.sh"  # goes to the root of the repository, sets LAUNCH
 
-# Size: 832x480, the default of the flags. For each clip in its own shape: --max_pixels 399360 instead of the two.
 ARGS=(
   --pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-1.3B-Diffusers
   --dataset_path "${DATASET_PATH:-data/my_clips}"
@@ -43,4 +23,4 @@ ARGS=(
   --checkpoints_total_limit 2
   # --validation_prompt "like a caption" --validation_steps 250 --validation_split 0.05 \
 )
-accelerate launch --config_file accelerate_configs/single_gpu.yaml train_wan_video.py "${ARGS[@]}" "$@"
+exec $LAUNCH train_wan_video.py "${ARGS[@]}" "$@"

@@ -1,33 +1,9 @@
 #!/usr/bin/env bash
-# Goal: a LoRA of Wan2.1-T2V-14B for one subject, style or motion, from some tens of clips with captions.
-# Usage: bash scripts/wan_video/lora/Wan2.1-T2V-14B.sh [further flags, which win over those below]
-#   DATASET_PATH  folder with clips and captions, default data/my_clips
-#   OUTPUT_DIR    default outputs/Wan2.1-T2V-14B-lora
-#   (relative to the root of the repository; go on after a stop with --resume_from_checkpoint latest)
-#
-# Clips: the first 81 frames of each at 16 fps, 5 seconds. --clip_part middle or random takes others, --num_frames and
-# --fps set other lengths and rates. Of shorter ones 4n + 1 frames are used; a picture is a clip of one.
-#
-# Hardware: one GPU, by the prediction with 80 GB (at 1280x720 with the offload flag) or 48 GB (at 832x480 with it).
-# For several GPUs name multi_gpu.yaml below: more samples per step, just as much memory on each. The result takes 0.31
-# GB of disk, a checkpoint 1.8 GB.
-#
-# Memory at 81 frames, batch 1, these targets; with weights (26.7 GiB), adapters, gradients and AdamW:
-#                                           832x480    1280x720
-#   no checkpointing flag                 325.3 GiB   712.4 GiB
-#   --use_gradient_checkpointing           51.1 GiB    80.8 GiB
-#   --use_gradient_checkpointing_offload   39.8 GiB    53.9 GiB, and 12.2 or 28.1 GiB parked in host memory
-# Predicted with fake tensors, NOT measured on a GPU. (benchmarks/forecasts.py) The CUDA context and fragmentation come
-# on top.
-set -euo pipefail
-cd "$(dirname "$0")/../../.."
-if [ -d .venv/bin ]; then
-  PATH="$PWD/.venv/bin:$PATH"
-fi
+# Goal: a LoRA of Wan2.1-T2V-14B for one subject, style or motion, from some tens of captioned clips.
+# Usage: DATASET_PATH=FOLDER bash scripts/wan_video/lora/Wan2.1-T2V-14B.sh [flags that win over these]
+# Memory: 325.3 GiB with neither flag, 51.1 checkpointing, 39.8 offload: 80 GB as below. Forecast, docs/memory.md.
+source "$(dirname "$0")/../../launch.sh"  # goes to the root of the repository, sets LAUNCH
 
-# Size: 832x480, the default of the flags. For each clip in its own shape: --max_pixels 399360 instead of the two.
-# For 1280x720 put --height 720 --width 1280 --use_gradient_checkpointing_offload behind the command.
-# Sigmas are then shifted by 5, not by 3.
 ARGS=(
   --pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-14B-Diffusers
   --dataset_path "${DATASET_PATH:-data/my_clips}"
@@ -35,7 +11,7 @@ ARGS=(
   --training_mode lora
   --lora_rank 32
   --height 480
-  --width 832
+  --width 832  # 1280x720 needs the offload flag
   --num_frames 81
   --fps 16
   --train_batch_size 1
@@ -47,4 +23,4 @@ ARGS=(
   --checkpoints_total_limit 2
   # --validation_prompt "like a caption" --validation_steps 250 --validation_split 0.05 \
 )
-accelerate launch --config_file accelerate_configs/single_gpu.yaml train_wan_video.py "${ARGS[@]}" "$@"
+exec $LAUNCH train_wan_video.py "${ARGS[@]}" "$@"
