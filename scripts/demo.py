@@ -1,11 +1,10 @@
-"""The stages and pictures that the demos of all families share. For scripts/demo_<family>.py.
+"""The stages and plots that the demos of all families share. For scripts/demo_<family>.py.
 
-Shapes: B pictures or clips, N frames of pixels (1 for pictures), F latent frames (1 + (N - 1) / 4), C latent channels,
+Shapes: B images or clips, N frames of pixels (1 for images), F latent frames (1 + (N - 1) / 4), C latent channels,
 H W latent height and width (pixels / 8).
 """
 
 import argparse
-import contextlib
 import json
 import pathlib
 import shlex
@@ -24,14 +23,10 @@ from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw
 from torch import nn
 
-from blockwise import offload
-from blockwise.plan import MemoryPlan
-from blockwise.tracking import LiveBytes
-from training.arguments import parse_args
 from training.checkpoints import list_checkpoints
 from training.export import LORA_FILE
 from training.flow_matching import add_noise, flow_losses, flow_target
-from training.module import ADAPTER_NAME, add_lora, find_lora_targets, lora_layers
+from training.module import ADAPTER_NAME, lora_layers
 
 
 matplotlib.use("Agg")  # there may be no display
@@ -63,18 +58,8 @@ TRAINING = {
     "logging_steps": 50,
 }
 
-# The noise levels of the loss on fixed noise: each picture or clip at each of them, always with the same noise.
+# The noise levels of the loss on fixed noise: each image or clip at each of them, always with the same noise.
 SIGMAS = (0.2, 0.4, 0.6, 0.8)
-
-# The memory of a step is measured in proportions closer to a real model: more blocks, a larger picture or clip (inputs
-# of blocks are parked from 1 MiB on), and a LoRA whose gradients are small beside them.
-MEMORY_NUM_LAYERS = 12
-MEMORY_LORA_RANK = 8
-MODES = {
-    "keep": [],
-    "recompute": ["--use_gradient_checkpointing"],
-    "recompute, inputs parked": ["--use_gradient_checkpointing_offload"],
-}
 
 
 # ---------------------------------------------------------------- start and end
@@ -97,14 +82,18 @@ def find_output_dir(description):
     return output_dir
 
 
-def finish(output_dir, results, files):
-    """Write `results` (`dict`) and name the `files` (`str`); exits with code 1 if the loss did not fall."""
+def finish(output_dir, run_dir, results, files):
+    """Write `results` (`dict`), copy the memory plot of the run, and print the names of all `files` (`str`).
+
+    Exits with code 1 if the loss did not fall.
+    """
+    shutil.copy(run_dir / "memory.png", output_dir)
     results = {"device": DEVICE.type} | results
     (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     first, *_, last = results["loss_on_fixed_noise"].values()
     if last >= first:
         sys.exit(f"error: the loss on fixed noise did not fall: {first:.3f} before, {last:.3f} after.")
-    print(f"{files}, the LoRA (run/) and all else are in {output_dir.resolve()}")
+    print(f"{files}, memory.png and the LoRA (run/) are in {output_dir.resolve()}")
 
 
 # ---------------------------------------------------------------- training
@@ -138,9 +127,9 @@ def train(output_dir, script, *, model_dir, dataset_path, settings):
 
     Args:
         script (`str`): The entry script.
-        settings (`dict`): Flags beside the paths.
+        settings (`dict`): All other flags.
     """
-    print(f"[2/5] training on {'the CPU' if DEVICE.type == 'cpu' else DEVICE.type}")
+    print(f"[2/4] training on {'the CPU' if DEVICE.type == 'cpu' else DEVICE.type}")
     run_dir = output_dir / "run"
     paths = {"pretrained_model_name_or_path": model_dir, "dataset_path": dataset_path, "output_dir": run_dir}
     config = {name: str(path) for name, path in paths.items()} | settings
@@ -167,7 +156,7 @@ def fixed_noise_loss(predict, latents):
 
     Args:
         predict: Function from noisy latents (B, C, ...) and sigmas (B,) to the flow that a stock transformer predicts.
-        latents (`torch.Tensor` of shape (B, C, ...)): Of the pictures or clips.
+        latents (`torch.Tensor` of shape (B, C, ...)): Of the images or clips.
     """
     shape = (len(SIGMAS), *latents.shape)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(latents.device)
@@ -206,16 +195,16 @@ def checkpoint_lora(checkpoint):
 
 
 def report_loss(output_dir, pipeline, run_dir, loss, what):
-    """Measure the loss of the base, of each checkpoint, and of the exported LoRA, which `pipeline` has afterwards.
+    """Measure the loss of the base, of each checkpoint, and of the exported LoRA, which `pipeline` keeps.
 
     Args:
-        loss: Function without arguments to the loss (`float`) with the adapters that the pipeline has now.
+        loss: Function without arguments to the loss (`float`) with the adapters of the pipeline.
         what (`str`): Such as "5 photographs".
 
     Returns:
         `dict[int, float]`: Step -> loss.
     """
-    print("[3/5] loss on fixed noise, in a stock diffusers pipeline, by training step")
+    print("[3/4] loss on fixed noise, in a stock diffusers pipeline, by training step")
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     fixed = {0: loss()}
     for step, checkpoint in list_checkpoints(run_dir).items():
@@ -229,7 +218,7 @@ def report_loss(output_dir, pipeline, run_dir, loss, what):
 
 
 def distances(samples, latents):
-    """Return the mean squared distance of each sample to each picture or clip, (B, B), from latents (B, C, ...)."""
+    """Return the mean squared distance of each sample to each image or clip, (B, B), from latents (B, C, ...)."""
     return (samples[:, None] - latents[None]).square().flatten(2).mean(2)
 
 
@@ -239,7 +228,7 @@ def count_nearest(table):
 
 
 def report_distances(names, base_samples, samples, latents, what):
-    """Say how near samples (B, C, ...) are to the originals of their captions.
+    """Print how near samples (B, C, ...) are to the originals of their captions.
 
     Args:
         names (`list[str]`): Of the originals.
@@ -305,99 +294,7 @@ def fit_view(latents, pixel_values, ridge=0.05):
     return view
 
 
-# ---------------------------------------------------------------- memory
-
-
-def measure_step(module, batch):
-    """Run forward and backward once.
-
-    Args:
-        module (`DiffusionTrainingModule`)
-        batch (`dict`): See `collate`.
-
-    Returns:
-        `dict` with the `loss`, `held_bytes` on the device when the forward pass has ended, `peak_bytes` on the device
-        (both above what was there before) and `host_bytes`, the most that was parked.
-    """
-    device = batch["latents"].device
-    on_cuda = device.type == "cuda"
-    offload.reset_counters()
-    with contextlib.nullcontext() if on_cuda else LiveBytes() as live:
-        if on_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        loss = module(batch)
-        held_bytes = torch.cuda.memory_allocated() - before if on_cuda else live.live_bytes
-        loss.backward()
-        peak_bytes = torch.cuda.max_memory_allocated() - before if on_cuda else live.peak_bytes
-    for parameter in module.parameters():
-        parameter.grad = None
-    host_bytes = offload.counters()["pool_peak_bytes"]
-    return {"loss": loss.item(), "held_bytes": held_bytes, "peak_bytes": peak_bytes, "host_bytes": host_bytes}
-
-
-def memory_by_mode(transformer, module_class, shape, conditions, *, family, values, targets):
-    """Measure one training step in each mode of the memory plan.
-
-    Args:
-        transformer (`nn.Module`): One like it is built, with more blocks.
-        module_class (`type`): The family's training module.
-        shape (`tuple[int, ...]`): Of the latents, (1, C, ...).
-        conditions (`dict`): What else a batch of one sample holds.
-        family (module), values (`dict`): Of `pipelines`, and for `parse_args`.
-        targets (`list[str]`): What a LoRA of the family adapts by default.
-
-    Returns:
-        `dict[str, dict]`: Mode -> what `measure_step` returns.
-
-    Raises:
-        RuntimeError: The modes do not agree on the loss.
-    """
-    flags = ["--pretrained_model_name_or_path", "none", "--dataset_path", "none", "--output_dir", "none"]
-    flags += ["--lora_rank", str(MEMORY_LORA_RANK)]
-    device = transformer.device
-    torch.manual_seed(0)
-    transformer = type(transformer).from_config(transformer.config, num_layers=MEMORY_NUM_LAYERS).to(device).train()
-    targets = find_lora_targets(transformer, targets, never_trained=family.never_trained_modules(transformer))
-    add_lora(transformer, targets, parse_args(flags, description=None, values=values, resolve=False))
-    batch = {
-        "latents": torch.randn(shape, device=device),
-        "noise": torch.randn(shape, device=device),
-        "sigmas": torch.tensor([0.5], device=device),
-        **conditions,
-    }
-    block_lists = family.block_lists(transformer)
-    measured = {}
-    for mode, switches in MODES.items():
-        args = parse_args([*flags, *switches], description=None, values=values, resolve=False)
-        plan = MemoryPlan.from_args(args, block_lists)
-        module = module_class(transformer, **plan.arguments(*block_lists))
-        if not measured:
-            measure_step(module, batch)  # what is allocated once and kept, such as workspaces of matrix products
-        measured[mode] = measure_step(module, batch)
-    if len({step["loss"] for step in measured.values()}) != 1:
-        raise RuntimeError(f"The loss depends on where activations live: {measured}.")
-    return measured
-
-
-def report_memory(output_dir, size, **parts):
-    """Measure with the arguments `parts` of `memory_by_mode`, draw and print; `size` (`str`) is in the titles.
-
-    Returns:
-        What `memory_by_mode` returns.
-    """
-    print(f"[5/5] memory of one step above the weights, {MEMORY_NUM_LAYERS} blocks at {size}, MiB")
-    measured = memory_by_mode(**parts)
-    plot_memory(output_dir / "memory.png", measured, size)
-    print(f"  {'':26}{'peak':>8}{'between forward and backward':>32}{'in host memory':>18}      loss")
-    for mode, step in measured.items():
-        peak, held, host = (step[key] / 2**20 for key in ("peak_bytes", "held_bytes", "host_bytes"))
-        print(f"  {mode:26}{peak:8.1f}{held:32.1f}{host:18.1f}  {step['loss']:.6f}")
-    return measured
-
-
-# ---------------------------------------------------------------- pictures
+# ---------------------------------------------------------------- plots
 
 
 def plot_loss(path, fixed, metrics, what):
@@ -426,35 +323,13 @@ def plot_loss(path, fixed, metrics, what):
     pyplot.close(figure)
 
 
-def plot_memory(path, measured, size):
-    """Draw the bytes of `memory_by_mode`; `size` (`str`) is in the title."""
-    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
-    parts = {
-        "peak_bytes": f"peak on the device ({DEVICE.type})",
-        "held_bytes": "of it held between forward and backward",
-        "host_bytes": "parked in host memory",
-    }
-    for row, (key, label) in enumerate(parts.items()):
-        values = [step[key] / 2**20 for step in measured.values()]
-        bars = axes.barh([index + 0.27 * (row - 1) for index in range(len(values))], values, height=0.25, label=label)
-        axes.bar_label(bars, fmt="%.0f", padding=3)
-    axes.set_yticks(range(len(measured)), measured)
-    axes.invert_yaxis()
-    axes.margins(x=0.1)
-    axes.set_xlabel("MiB")
-    figure.suptitle(f"One training step, {MEMORY_NUM_LAYERS} blocks at {size}, weights not counted")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def draw_sheet(captions, rows, scale=2):
-    """Draw pictures as a sheet with a caption above each column and a label above each row.
+    """Draw images as a sheet with a caption above each column and a label above each row.
 
     Args:
         captions (`list[str]`)
         rows (`dict[str, torch.Tensor]`): Label -> frames (B, 3, N, height, width) in [-1, 1], drawn side by side.
-        scale (`int`): By which pictures are enlarged.
+        scale (`int`): By which images are enlarged.
 
     Returns:
         `PIL.Image.Image`.
@@ -472,7 +347,7 @@ def draw_sheet(captions, rows, scale=2):
         top = label_height + row * row_height
         draw.text((gap, top + 4), label, fill="gray", font_size=14)
         pixels = ((media.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 3, 2, 4, 1).flatten(2, 3).cpu().numpy()
-        for column, picture in enumerate(pixels):  # (height, N * width, 3)
-            tile = Image.fromarray(picture).resize(tile_size, Image.Resampling.NEAREST)
+        for column, image in enumerate(pixels):  # (height, N * width, 3)
+            tile = Image.fromarray(image).resize(tile_size, Image.Resampling.NEAREST)
             sheet.paste(tile, (gap + column * column_width, top + label_height))
     return sheet

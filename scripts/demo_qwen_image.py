@@ -2,11 +2,11 @@
 
     python -m scripts.demo_qwen_image [--output_dir DIR]
 
-The model is a tiny one with random weights, so nothing is downloaded and a CPU is enough. Its VAE has never seen a
-picture and decodes everything to noise; what the latents hold is therefore shown through a linear map from latents to
+The model is a tiny one with random weights, so nothing is downloaded and a CPU is enough. Its VAE has never seen an
+image and decodes everything to noise; what the latents hold is therefore shown through a linear map from latents to
 pixels, fitted on the photographs (`fit_view`).
 
-Shapes: B pictures, C latent channels (16), H W latent height and width (pixels / 8).
+Shapes: B images, C latent channels (16), H W latent height and width (pixels / 8).
 """
 
 # ruff: noqa: E402
@@ -25,7 +25,6 @@ from dataset.images import cover_and_crop, open_image, to_tensor
 from pipelines import qwen_image as family
 from scripts import demo
 from scripts.demo import CAPTIONS
-from train_qwen_image import FAMILY, QwenImageTrainingModule
 
 
 SIZE = 96  # pixels
@@ -46,11 +45,10 @@ TRAINING = demo.TRAINING | {
     "max_train_steps": 800,
     "use_gradient_checkpointing": True,
 }
-MEMORY_SIZE = 768  # pixels
 
 
 def write_photographs(folder):
-    """Write each photograph of `CAPTIONS` with its caption beside it, as a dataset on disk."""
+    """Write each photograph of `CAPTIONS` with its caption, as a dataset on disk."""
     folder.mkdir(parents=True)
     for name, caption in CAPTIONS.items():
         Image.fromarray(getattr(data, name)()).save(folder / f"{name}.png")
@@ -63,9 +61,9 @@ def read_photographs(folder, vae):
     Returns:
         `tuple` of pixels (B, 3, 8 * H, 8 * W) in [-1, 1] and latents (B, C, H, W), on the device of `vae`.
     """
-    pictures = [cover_and_crop(open_image(folder / f"{name}.png"), SIZE, SIZE) for name in CAPTIONS]
-    pixel_values = torch.stack([to_tensor(picture) for picture in pictures]).to(vae.device)
-    return pixel_values, torch.stack([family.encode_image(vae, picture)["latents"] for picture in pixel_values])
+    images = [cover_and_crop(open_image(folder / f"{name}.png"), SIZE, SIZE) for name in CAPTIONS]
+    pixel_values = torch.stack([to_tensor(image) for image in images]).to(vae.device)
+    return pixel_values, torch.stack([family.encode_image(vae, image)["latents"] for image in pixel_values])
 
 
 def predict(transformer, prompt_embeds, prompt_embeds_mask, noisy_latents, sigmas):
@@ -83,7 +81,7 @@ def predict(transformer, prompt_embeds, prompt_embeds_mask, noisy_latents, sigma
 
 
 def sample(pipeline):
-    """Sample one picture for each caption with the stock pipeline and return the latents (B, C, H, W)."""
+    """Sample one image for each caption with the stock pipeline and return the latents (B, C, H, W)."""
     tokens = pipeline(
         list(CAPTIONS.values()),
         height=SIZE,
@@ -99,7 +97,7 @@ def sample(pipeline):
 def main():
     """Run all stages."""
     output_dir = demo.find_output_dir(__doc__)
-    print("[1/5] photographs and a tiny random model")
+    print("[1/4] photographs and a tiny random model")
     photos = output_dir / "photos"
     write_photographs(photos)
     model_dir = demo.make_model(output_dir, "qwen_image", MODEL_FLAGS)
@@ -117,7 +115,7 @@ def main():
     )
     fixed = demo.report_loss(output_dir, pipeline, run_dir, loss, f"{len(CAPTIONS)} photographs")
 
-    print("[4/5] samples of that pipeline, from noise that training never saw; distances of latents")
+    print("[4/4] samples of that pipeline, from noise that training never saw; distances of latents")
     samples = sample(pipeline)
     table = demo.report_distances(list(CAPTIONS), base_samples, samples, latents, "photograph")
     pixel_values, latents, base_samples, samples = (
@@ -132,19 +130,8 @@ def main():
     }
     demo.draw_sheet(list(CAPTIONS.values()), rows).save(output_dir / "samples.png")
 
-    measured = demo.report_memory(
-        output_dir,
-        f"{MEMORY_SIZE}x{MEMORY_SIZE}",
-        transformer=pipeline.transformer,
-        module_class=QwenImageTrainingModule,
-        shape=(1, latents.shape[1], MEMORY_SIZE // 8, MEMORY_SIZE // 8),
-        conditions={"prompt_embeds": prompt_embeds[:1], "prompt_embeds_mask": None},
-        family=family,
-        values=FAMILY,
-        targets=FAMILY["lora_target_modules"].split(","),
-    )
-    results = {"loss_on_fixed_noise": fixed, "memory": measured} | table
-    demo.finish(output_dir, results, "loss.png, samples.png, memory.png")
+    results = {"loss_on_fixed_noise": fixed} | table
+    demo.finish(output_dir, run_dir, results, "loss.png, samples.png")
 
 
 if __name__ == "__main__":

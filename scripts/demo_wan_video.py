@@ -3,7 +3,7 @@
     python -m scripts.demo_wan_video [--output_dir DIR]
 
 The clips are slow pans and zooms over photographs. The model is a tiny one with random weights, so nothing is
-downloaded and a CPU is enough. Its VAE has never seen a picture and decodes everything to noise; what the latents hold
+downloaded and a CPU is enough. Its VAE has never seen an image and decodes everything to noise; what the latents hold
 is therefore shown through a linear map from latents to pixels, fitted on the clips (`fit_view`).
 
 Shapes: B clips, N frames of pixels (13), F latent frames (1 + (N - 1) / 4), C latent channels (16), H W latent height
@@ -29,7 +29,6 @@ from dataset.metadata import VIDEO_SUFFIXES, read_rows
 from dataset.videos import read_clip
 from pipelines import wan_video as family
 from scripts import demo
-from train_wan_video import FAMILY, WanVideoTrainingModule
 
 
 # Of the window that moves over each photograph, in the first and in the last frame: left, top and side in pixels.
@@ -61,21 +60,20 @@ TRAINING = demo.TRAINING | {
     "lora_target_modules": TARGETS,
     "max_train_steps": 700,
 }
-MEMORY_SIZE = 320  # pixels
 
 
-def write_clip(path, pictures):
-    """Encode pictures (`PIL.Image.Image`, sides even) as an mp4 file with its colours tagged, BT.709."""
+def write_clip(path, images):
+    """Encode images (`PIL.Image.Image`, sides even) as an mp4 file with its colours tagged, BT.709."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=FPS, options={"crf": "16"})
-        stream.width, stream.height = pictures[0].size
+        stream.width, stream.height = images[0].size
         stream.pix_fmt = "yuv420p"
         context = stream.codec_context
         context.colorspace, context.color_range = Colorspace.ITU709, ColorRange.MPEG
         context.color_primaries, context.color_trc = ColorPrimaries.BT709, ColorTrc.BT709
-        for picture in pictures:
+        for image in images:
             # Converted here, since left to itself it takes BT.601 whatever the tags say.
-            frame = av.VideoFrame.from_image(picture).reformat(
+            frame = av.VideoFrame.from_image(image).reformat(
                 format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG
             )
             container.mux(stream.encode(frame))
@@ -83,16 +81,16 @@ def write_clip(path, pictures):
 
 
 def write_clips(folder):
-    """Write a clip of each photograph of `WINDOWS` with its caption beside it, as a dataset on disk."""
+    """Write a clip of each photograph of `WINDOWS` with its caption, as a dataset on disk."""
     folder.mkdir(parents=True)
     for name, (first, last) in WINDOWS.items():
         photograph = Image.fromarray(getattr(data, name)())
-        pictures = []
+        images = []
         for share in torch.linspace(0, 1, NUM_FRAMES).tolist():
             left, top, side = (start + share * (end - start) for start, end in zip(first, last, strict=True))
             box = (left, top, left + side, top + side)
-            pictures.append(photograph.resize((2 * SIZE, 2 * SIZE), Image.Resampling.LANCZOS, box))
-        write_clip(folder / f"{name}.mp4", pictures)
+            images.append(photograph.resize((2 * SIZE, 2 * SIZE), Image.Resampling.LANCZOS, box))
+        write_clip(folder / f"{name}.mp4", images)
         (folder / f"{name}.txt").write_text(CAPTIONS[name] + "\n")
 
 
@@ -153,7 +151,7 @@ def save_samples(output_dir, rows):
 def main():
     """Run all stages."""
     output_dir = demo.find_output_dir(__doc__)
-    print("[1/5] clips and a tiny random model")
+    print("[1/4] clips and a tiny random model")
     clips_dir = output_dir / "clips"
     write_clips(clips_dir)
     model_dir = demo.make_model(output_dir, "wan_t2v", MODEL_FLAGS)
@@ -171,7 +169,7 @@ def main():
     loss = partial(demo.fixed_noise_loss, partial(predict, pipeline.transformer, prompt_embeds), latents)
     fixed = demo.report_loss(output_dir, pipeline, run_dir, loss, f"{len(CAPTIONS)} clips")
 
-    print("[4/5] samples of that pipeline, from noise that training never saw; distances of latents")
+    print("[4/4] samples of that pipeline, from noise that training never saw; distances of latents")
     samples = sample(pipeline)
     table = demo.report_distances(list(CAPTIONS), base_samples, samples, latents, "clip")
     view = demo.fit_view(latents, pixel_values)
@@ -183,19 +181,8 @@ def main():
     }
     save_samples(output_dir, rows)
 
-    measured = demo.report_memory(
-        output_dir,
-        f"{MEMORY_SIZE}x{MEMORY_SIZE}, {NUM_FRAMES} frames",
-        transformer=pipeline.transformer,
-        module_class=WanVideoTrainingModule,
-        shape=(1, *latents.shape[1:3], MEMORY_SIZE // 8, MEMORY_SIZE // 8),
-        conditions={"prompt_embeds": prompt_embeds[:1]},
-        family=family,
-        values=FAMILY,
-        targets=family.default_lora_targets(pipeline.transformer),
-    )
-    results = {"loss_on_fixed_noise": fixed, "memory": measured} | table
-    demo.finish(output_dir, results, "loss.png, samples.png, samples.mp4, memory.png")
+    results = {"loss_on_fixed_noise": fixed} | table
+    demo.finish(output_dir, run_dir, results, "loss.png, samples.png, samples.mp4")
 
 
 if __name__ == "__main__":
