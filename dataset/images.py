@@ -3,6 +3,7 @@
 One path for every picture, so that orientation, transparency and pixel range cannot differ between two of them.
 """
 
+import contextlib
 import io
 import logging
 import os
@@ -20,7 +21,7 @@ from runtime.errors import RefusedError
 logger = logging.getLogger(__name__)
 
 # Pillow knows more, of which some are read by other programs (EPS) and many are seldom tried.
-PICTURE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 
 # The largest cameras take 151 million. Decoding takes up to 20 bytes for each, and a false header may say anything.
 MAX_SOURCE_PIXELS = 180_000_000
@@ -52,7 +53,7 @@ def open_image(media, name=None):
         if not embedded and not os.path.isfile(media):
             raise ValueError("there is no such file")
         # What it is shows in its first bytes, whatever its name ends with.
-        with Image.open(io.BytesIO(media) if embedded else media, formats=PICTURE_FORMATS) as image:
+        with Image.open(io.BytesIO(media) if embedded else media, formats=IMAGE_FORMATS) as image:
             if image.width * image.height > MAX_SOURCE_PIXELS:
                 raise ValueError(
                     f"it has {image.width}x{image.height} pixels, and at most {MAX_SOURCE_PIXELS} are read"
@@ -68,17 +69,25 @@ def open_image(media, name=None):
             return _to_rgb(_upright(image, name), profile, limited)
     except UnidentifiedImageError as error:
         num_bytes = len(media) if embedded else os.path.getsize(media)
-        detail = "HEIF: save it as PNG or JPEG" if is_heif(media) else f"{num_bytes} bytes"
+        detail = "HEIF: save it as PNG or JPEG" if image_format(media) == "HEIF" else f"{num_bytes} bytes"
         raise RefusedError(f"{name} is not a picture that Pillow can read ({detail}).") from error
     except Exception as error:  # on damaged files Pillow raises OSError, SyntaxError, ValueError, struct.error, ...
         raise RefusedError(f"{name} cannot be used: {error}.") from error
 
 
-def is_heif(media):
-    """Tells whether the file at a path, or bytes, are a HEIF image, whose codec is not AVIF's."""
-    with io.BytesIO(media) if isinstance(media, bytes) else open(media, "rb") as file:
+def image_format(media):
+    """Returns the format of a path or bytes: Pillow's name for it, "HEIF", which it cannot read, or None."""
+    embedded = isinstance(media, bytes)
+    if not embedded and not os.path.isfile(media):
+        return None
+    with contextlib.suppress(Exception):  # as in open_image
+        with Image.open(io.BytesIO(media) if embedded else media, formats=IMAGE_FORMATS) as image:
+            return image.format
+    with contextlib.suppress(OSError), io.BytesIO(media) if embedded else open(media, "rb") as file:
         head = file.read(12)
-    return head[4:8] == b"ftyp" and head[8:] in b"heic heix heim heis hevc hevx mif1 msf1".split()
+        if head[4:8] == b"ftyp" and head[8:] in b"heic heix heim heis hevc hevx mif1 msf1".split():
+            return "HEIF"
+    return None
 
 
 def _upright(image, name):

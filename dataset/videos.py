@@ -18,12 +18,12 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
-from av.video.reformatter import ColorRange, Colorspace, Interpolation
+from av.video.reformatter import ColorRange, Interpolation
 from PIL import Image
 
 from dataset.colours import UNSTATED, expand_range, profile_of_numbers
 from dataset.draws import keyed_draw
-from dataset.images import PICTURE_FORMATS, cover_and_crop, is_heif, on_white, open_image, to_srgb, to_tensor
+from dataset.images import cover_and_crop, image_format, on_white, open_image, to_srgb, to_tensor
 from dataset.inspection import Inspector, dropped_record, inspect_each
 from dataset.metadata import FOREIGN_IMAGE_SUFFIXES, IMAGE_SUFFIXES, first_five, frame_names
 from dataset.settings import round_down_frames
@@ -40,15 +40,8 @@ LIMITS = {"max_pixels": str(MAX_FRAME_PIXELS)}
 # Frames that are days apart are no clip, and their times are damaged.
 MAX_SECONDS = 24 * 60 * 60
 
-# Numbers of ITU-T H.273, which files carry, to swscale's: two of them are BT.601.
-MATRICES = {
-    1: Colorspace.ITU709,
-    4: Colorspace.FCC,
-    5: Colorspace.ITU601,
-    6: Colorspace.ITU601,
-    7: Colorspace.SMPTE240M,
-    9: Colorspace.BT2020,
-}
+# Colour matrices by their numbers in ITU-T H.273: BT.709, FCC, BT.601 twice, SMPTE 240M and BT.2020.
+MATRICES = (1, 4, 5, 6, 7, 9)
 UNTAGGED_MATRIX = 2
 # The display matrices (a, b, c, d) of turns to the left, by their degrees.
 TURNS = {0: (1, 0, 0, 1), 90: (0, -1, 1, 0), 180: (-1, 0, 0, -1), 270: (0, 1, -1, 0)}
@@ -203,32 +196,26 @@ def read_clip(row, record):
 # Kinds of clips
 
 
-def _kind(media):
-    """Returns "picture", "folder" or "video"."""
+def _images_of(media, name):
+    """Returns the images that a clip is made of, each as (file, name in messages), or None for a video."""
     embedded = isinstance(media, bytes)
     if not embedded and os.path.isdir(media):
-        return "folder"
-    suffix = "" if embedded else os.path.splitext(media)[1].lower()
-    if embedded or os.path.isfile(media):
-        with contextlib.suppress(Exception):  # as in open_image; who reads it next says what is wrong
-            with Image.open(io.BytesIO(media) if embedded else media, formats=PICTURE_FORMATS) as image:
-                return "video" if image.format == "GIF" else "picture"
-        with contextlib.suppress(OSError):
-            # FFmpeg would take the tiles that it is made of for frames.
-            if is_heif(media):
-                return "picture"
-    # The name decides on what is neither.
-    return "picture" if suffix in (*IMAGE_SUFFIXES, *FOREIGN_IMAGE_SUFFIXES) and suffix != ".gif" else "video"
+        return [(file, f"{name}: {file.name}") for file in _frame_files(media, name)]
+    kind = image_format(media)
+    # The name decides on a file that is neither. FFmpeg would take the tiles of HEIF for frames.
+    if kind is None and not embedded and Path(media).suffix.lower() in (*IMAGE_SUFFIXES, *FOREIGN_IMAGE_SUFFIXES):
+        kind = Path(media).suffix[1:].upper()
+    return None if kind in (None, "GIF") else [(media, name)]
 
 
 def _frame_files(folder, name):
-    """Returns the paths of the pictures in a folder, numbers in their names in the order of their values."""
+    """Returns the paths of the images in a folder, numbers in their names in the order of their values."""
     try:
         files = frame_names(folder)
     except OSError as error:
         raise RefusedError(f"{name} cannot be read: {error.strerror}.") from error
     if not files:
-        raise RefusedError(f"{name} is a folder without pictures ({', '.join(IMAGE_SUFFIXES)}).")
+        raise RefusedError(f"{name} is a folder without images ({', '.join(IMAGE_SUFFIXES)}).")
 
     def natural(file):
         # Digits stand at the odd places, so that numbers are compared with numbers only.
@@ -242,28 +229,25 @@ def measure(media, name, fps):
     """Decodes a clip completely, keeping no pixels.
 
     Args:
-        media: Of the row.
+        media: A path, or the bytes of a file.
         name: How messages call the clip.
         fps: The rate that folders of frames are taken to have.
 
     Returns:
         The upright size as displayed (width, height); the times of the frames in seconds, sorted; the duration in
-        seconds, from the first frame to the end of the last; frames per second, None for pictures.
+        seconds, from the first frame to the end of the last; frames per second, None for images.
     """
-    kind = _kind(media)
-    if kind == "picture":
-        return open_image(media, name).size, [0.0], 1 / fps, None
-    if kind == "folder":
-        files = _frame_files(media, name)
-        sizes = [open_image(file, f"{name}: {file.name}").size for file in files]
-        for file, size in zip(files, sizes, strict=True):
-            if size != sizes[0]:
-                raise RefusedError(
-                    f"{name}: {file.name} is {size[0]}x{size[1]}, but {files[0].name} is {sizes[0][0]}x{sizes[0][1]}; "
-                    "frames of one clip must have one size."
-                )
-        return sizes[0], [k / fps for k in range(len(files))], len(files) / fps, None
+    images = _images_of(media, name)
+    if images is None:
+        return _measure_video(media, name, fps)
+    sizes = [open_image(*image).size for image in images]
+    for (_, image_name), size in zip(images, sizes, strict=True):
+        if size != sizes[0]:
+            raise RefusedError(f"{image_name} is {size}, but the first frame {sizes[0]}; a clip has one size.")
+    return sizes[0], [k / fps for k in range(len(images))], len(images) / fps, None
 
+
+def _measure_video(media, name, fps):
     times, size, stored, last_duration = [], None, None, 0.0
     # One thread for each clip: several are inspected at a time.
     with _open_video(media, name, num_threads=1) as (container, stream, stated):
@@ -271,10 +255,7 @@ def measure(media, name, fps):
             if stored is None:
                 stored, size = (frame.width, frame.height), _display_size(frame, stream)
             if stored != (frame.width, frame.height):
-                raise ValueError(
-                    f"its size changes from {stored[0]}x{stored[1]} to {frame.width}x{frame.height} "
-                    f"at frame {len(times)}, and all frames must have one size"
-                )
+                raise ValueError(f"its size changes at frame {len(times)}, and all frames must have one size")
             _colours(frame, stream, stated)
             times.append(time)
             last_duration = duration
@@ -291,7 +272,7 @@ def measure(media, name, fps):
         times = [k / nominal_rate for k in range(len(times))]
         span = times[-1]
     rate = num_intervals / span if num_intervals else nominal_rate
-    # The container's word for it where its times say the same, as far as they can: mkv rounds to milliseconds.
+    # The container's rate where its times agree, as far as they can: mkv rounds to milliseconds.
     if tick * rate < 0.1 and abs(num_intervals / nominal_rate - span) <= tick:
         rate = nominal_rate
     # Some files give the last frame no duration of its own, and it is shown nevertheless.
@@ -299,13 +280,10 @@ def measure(media, name, fps):
 
 
 def _images_at(media, name, wanted):
-    """Yields (index, picture) for the frames with these indices, upright as displayed, decoding no further."""
-    kind = _kind(media)
-    if kind != "video":
-        files = [media] if kind == "picture" else _frame_files(media, name)
-        for index in sorted(wanted):
-            if index < len(files):
-                yield index, open_image(files[index], name if kind == "picture" else f"{name}: {files[index].name}")
+    """Yields (index, image) for the frames with these indices, upright as displayed, decoding no further."""
+    images = _images_of(media, name)
+    if images is not None:
+        yield from ((index, open_image(*images[index])) for index in sorted(wanted) if index < len(images))
         return
     last = max(wanted)
     with _open_video(media, name, num_threads=0) as (container, stream, stated):
@@ -337,24 +315,25 @@ def _open_video(media, name, num_threads):
         # Not by its name, in which FFmpeg would look for protocols and patterns.
         with io.BytesIO(media) if isinstance(media, bytes) else open(media, "rb") as file:
             num_bytes = file.seek(0, os.SEEK_END)
-            if not num_bytes:
-                raise ValueError("it is empty (0 bytes)")
-            if _ends_early(file, num_bytes):
-                raise ValueError("it is cut off: the file ends before its contents do")
+            file.seek(max(0, num_bytes - 1000))
+            tail = file.read().rstrip(b"\0")
             file.seek(0)
             try:
                 container = av.open(
                     file, metadata_errors="replace", options={"format_whitelist": CONTAINERS, **LIMITS}
                 )
-            except av.FFmpegError as error:
-                raise RefusedError(f"{name} is not a video that FFmpeg can read ({num_bytes} bytes).") from error
+            except (av.FFmpegError, OSError) as error:
+                raise ValueError(f"it is no video that FFmpeg can read, or cut off ({num_bytes} bytes)") from error
             with container:
+                # The frames of a GIF are counted while it is read.
+                if container.format.name == "gif" and not tail.endswith(b"\0;"):
+                    raise ValueError("it is cut off: its last byte is not the trailer of a GIF")
                 stream = container.streams.best("video")
                 if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
                     raise ValueError("it has no video stream")
                 if stream.codec_context is None:
-                    raise ValueError("its codec is not one that FFmpeg can decode")
-                # Those of the container are for the look that FFmpeg takes at the first frames in opening it.
+                    raise ValueError("FFmpeg cannot decode its codec, or it is cut off")
+                # Those of the container hold for the first frames, which FFmpeg decodes in opening it.
                 stream.codec_context.options = LIMITS
                 stream.codec_context.thread_count = num_threads
                 stream.codec_context.thread_type = "AUTO"
@@ -363,8 +342,6 @@ def _open_video(media, name, num_threads):
     except av.FFmpegError as error:
         raise RefusedError(f"{name} cannot be used: FFmpeg says {error.strerror!r}.") from error
     except (OSError, ValueError) as error:
-        if isinstance(error, RefusedError):
-            raise
         raise RefusedError(f"{name} cannot be used: {error}.") from error
 
 
@@ -372,16 +349,21 @@ def _frames(container, stream):
     """Yields (frame, time in seconds, duration in seconds or 0) in the order in which frames are shown."""
     decoder = _decoder(stream)
     interval = 1 / _nominal_rate(stream)
-    time = -interval
-    index = 0
+    time, index, num_packets, last_dts, end = -interval, 0, 0, 0, 0.0
 
-    for num_packets, packet in enumerate(itertools.chain(container.demux(stream), [None])):
+    # All streams, since a clip may end with its sound. None ends decoding.
+    for position, packet in enumerate(itertools.chain(container.demux(), [None])):
         # A false number in a header of 100 bytes would be good for hours.
-        if num_packets > container.size:
+        if position > container.size:
             raise ValueError("it claims to hold more packets than it has bytes")
-        # An empty packet repeats a frame, in avi, and would end decoding here. None ends it.
-        if packet is not None and not packet.size:
-            continue
+        if packet is not None:
+            if packet.pts is not None:
+                end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+            if packet.stream is stream and packet.dts is not None:
+                num_packets, last_dts = num_packets + 1, packet.dts
+            # An empty packet repeats a frame, in avi, and would end decoding here.
+            if packet.stream is not stream or not packet.size:
+                continue
         try:
             frames = decoder.decode(packet)
         except av.FFmpegError as error:
@@ -395,6 +377,19 @@ def _frames(container, stream):
             time = time + interval if frame.pts is None else float(frame.pts * stream.time_base)
             yield frame, time, float((frame.duration or 0) * stream.time_base)
             index += 1
+    # What is left out at the end is no error for FFmpeg, and each kind of container says in its own way what it holds.
+    is_cut = {
+        # Frames that are not shown anew have no packets.
+        "avi": last_dts + 1 < stream.frames,
+        # Edit lists leave packets out of the index.
+        "mov,mp4,m4a,3gp,3g2,mj2": num_packets < len(stream.index_entries),
+        # Which round to milliseconds.
+        "matroska,webm": end + max(interval / 2, 0.002) < (container.duration or 0) / av.time_base,
+        # FFmpeg does not believe the duration in a file that is shorter than its header says.
+        "asf": not container.duration,
+    }
+    if is_cut.get(container.format.name):
+        raise ValueError(f"it is cut off: it declares more than the {index} frames that it holds")
 
 
 def _nominal_rate(stream):
@@ -413,90 +408,6 @@ def _decoder(stream):
     return decoder
 
 
-def _ends_early(file, num_bytes):
-    """Tells whether a container says that it is longer than the file, which FFmpeg passes over in silence.
-
-    Frames that are missing at the end of avi, gif, mkv and webm files are no error for it.
-    """
-
-    def read(position, count):
-        file.seek(position)
-        return file.read(count)
-
-    head = read(0, 12)
-    if head[:4] == b"\x1a\x45\xdf\xa3":
-        return _matroska_ends_early(read, num_bytes)
-    if head[:3] == b"GIF":
-        return _gif_ends_early(read, num_bytes)
-    if head == b"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa":
-        # Of ASF the properties hold it, 0 in streams.
-        place = read(0, 65536).find(b"\xa1\xdc\xab\x8c\x47\xa9\xcf\x11\x8e\xe4\x00\xc0\x0c\x20\x53\x65")
-        return place >= 0 and int.from_bytes(read(place + 40, 8), "little") > num_bytes
-    position = 0
-    if head[:4] == b"RIFF":
-        # One chunk, and more of them above 1 GB. Recorders that crashed, and streams, leave 0 or the largest number.
-        while read(position, 4) == b"RIFF":
-            size = int.from_bytes(read(position + 4, 4), "little")
-            if size in (0, 2**32 - 1):
-                return False
-            position += 8 + size + size % 2
-        # Some count the 8 bytes of the chunk's own head.
-        return position > num_bytes + 9
-    if head[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
-        while position + 8 <= num_bytes:
-            box = read(position, 16)
-            size = int.from_bytes(box[:4], "big")
-            if size == 1:
-                size = int.from_bytes(box[8:], "big")
-            # 0 is "to the end"; a smaller box than its own head is no box but a tail of something else.
-            if size < 8:
-                return False
-            position += size
-            if position > num_bytes and box[4:8] in (b"mdat", b"moov", b"moof"):
-                return True
-    return False
-
-
-def _matroska_ends_early(read, num_bytes):
-    def element_size(position):
-        """Returns the size of the element's content, None if unknown, and where that begins."""
-        data = read(position, 8).ljust(8, b"\0")
-        num_size_bytes = 9 - data[0].bit_length()
-        value = int.from_bytes(data[:num_size_bytes], "big") & ((1 << 7 * num_size_bytes) - 1)
-        unknown = value == (1 << 7 * num_size_bytes) - 1
-        return None if unknown else value, position + num_size_bytes
-
-    size, position = element_size(4)
-    position += size or 0
-    # What follows the header is the segment, which is all of the file.
-    if read(position, 4) != b"\x18\x53\x80\x67":
-        return False
-    size, position = element_size(position + 4)
-    return size is not None and position + size > num_bytes
-
-
-def _gif_ends_early(read, num_bytes):
-    def colour_table_bytes(flags):
-        return 3 << (flags & 7) + 1 if flags & 0x80 else 0
-
-    head = read(0, 13).ljust(13, b"\0")
-    position = 13 + colour_table_bytes(head[10])
-    while position < num_bytes:
-        block = read(position, 10).ljust(10, b"\0")
-        if block[0] == 0x3B:
-            return False
-        if block[0] == 0x2C:
-            position += 11 + colour_table_bytes(block[9])
-        elif block[0] == 0x21:
-            position += 2
-        else:
-            return False
-        while size := int.from_bytes(read(position, 1), "big"):
-            position += 1 + size
-        position += 1
-    return True
-
-
 # Frames
 
 
@@ -506,7 +417,7 @@ def _stated(of):
 
 
 def _side_data(frame, stream):
-    """Returns what comes with a frame beside its pixels, by its type, or None where that cannot be listed."""
+    """Returns the side data of a frame by its type, or None where it cannot be listed."""
     # PyAV 18 frees what the decoder of PNG says of a colour profile a second time, once it has listed it, which ends
     # the process.
     if stream.codec_context.name not in ("apng", "png"):
@@ -517,18 +428,17 @@ def _side_data(frame, stream):
 
 
 def _colours(frame, stream, stated):
-    """Returns how a frame's colours become sRGB.
+    """Returns how the colours of a frame become sRGB.
 
     Args:
         frame: Decoded.
         stream: It is of.
-        stated: What the container says, which some decoders drop, and others put in the place of what the stream says.
+        stated: What the container says, which some decoders drop, and others replace by what the stream says.
 
     Returns:
-        Their ICC profile, empty or None for sRGB; swscale's number of their matrix, None where they have none; their
-        range.
+        The ICC profile, empty or None for sRGB; the number of the matrix for swscale, None without one; the range.
     """
-    primaries, curves, matrices, ranges = zip(stated, _stated(frame), strict=True)
+    primaries, curves, (matrix, stream_matrix), ranges = zip(stated, _stated(frame), strict=True)
     primaries, curves = ({number for number in numbers if number not in UNSTATED} for numbers in (primaries, curves))
     profiles = {profile_of_numbers(*numbers) for numbers in itertools.product(primaries or {2}, curves or {2})}
     # An embedded profile counts more, as in images.
@@ -536,27 +446,26 @@ def _colours(frame, stream, stated):
         profiles = {bytes(embedded)}
     if len(profiles) > 1:
         raise ValueError("its container and its stream say different things of its primaries or transfer curve")
-    # Of these two the container's word counts more, as the standards of containers have it.
-    matrix = matrices[0] if matrices[0] != UNTAGGED_MATRIX else matrices[1]
+    (profile,) = profiles
     color_range = ranges[0] or ranges[1]
     if frame.format.is_rgb or frame.format.has_palette or len(frame.format.components) < 3:
         # Grey has no matrix, but may be tagged as RGB. Where HEVC says nothing, its decoder says the limited range, to
         # which encoders do not convert grey.
         if stream.codec_context.name == "hevc" and not frame.format.is_rgb:
             color_range = ColorRange.JPEG
-        return profiles.pop(), None, color_range or ColorRange.JPEG
+        return profile, None, color_range or ColorRange.JPEG
     if frame.format.name.startswith("yuvj"):
         color_range = ColorRange.JPEG
-    color_range = color_range or ColorRange.MPEG
+    # Of matrix and range the container's word counts more, as the standards of containers have it.
+    if matrix == UNTAGGED_MATRIX:
+        matrix = stream_matrix
     if matrix == UNTAGGED_MATRIX:
         # As players guess: high definition is BT.709.
-        return profiles.pop(), Colorspace.ITU709 if frame.height >= 720 else Colorspace.ITU601, color_range
+        matrix = 1 if frame.height >= 720 else 5
     if matrix not in MATRICES:
-        raise ValueError(
-            f"its colour matrix ({matrix} in ITU-T H.273) is not supported; allowed are BT.601, BT.709, "
-            "SMPTE 240M and BT.2020 with non-constant luminance"
-        )
-    return profiles.pop(), MATRICES[matrix], color_range
+        raise ValueError(f"its colour matrix ({matrix} in ITU-T H.273) is not supported; allowed are {MATRICES}")
+    # swscale knows BT.601 by one of its two numbers.
+    return profile, 5 if matrix == 6 else matrix, color_range or ColorRange.MPEG
 
 
 def _display_matrix(frame, stream):
@@ -585,10 +494,7 @@ def _display_size(frame, stream):
 def _square_pixels(frame, stream):
     # Width of a pixel in heights of a pixel. The short side grows, so that nothing is lost.
     aspect = stream.sample_aspect_ratio or 1
-    if aspect >= 1:
-        size = round(frame.width * aspect), frame.height
-    else:
-        size = frame.width, round(frame.height / aspect)
+    size = round(frame.width * max(aspect, 1)), round(frame.height / min(aspect, 1))
     if math.prod(size) > MAX_FRAME_PIXELS:
         raise ValueError(f"its frames have {size[0]}x{size[1]} pixels, and at most {MAX_FRAME_PIXELS} are read")
     return size

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dataset import metadata
-from dataset.images import PICTURE_FORMATS
+from dataset.images import IMAGE_FORMATS
 from dataset.inspection import Inspector, inspect_each
 from dataset.metadata import IMAGE_SUFFIXES, read_datasets
 from runtime.errors import RefusedError
@@ -184,7 +184,7 @@ def test_a_text_beside_a_file_of_another_kind_is_said_to_be_so(tmp_path, caplog)
 
 def test_endings_of_images_are_those_of_the_formats_that_are_read():
     Image.init()
-    formats = {*PICTURE_FORMATS, "MPO", "DIB"}
+    formats = {*IMAGE_FORMATS, "MPO", "DIB"}
     assert set(IMAGE_SUFFIXES) == {suffix for suffix, name in Image.registered_extensions().items() if name in formats}
 
 

@@ -157,16 +157,25 @@ def test_frames_come_in_the_order_of_display(tmp_path, container, options):
     assert record["used"]["source_frames"] == indices(levels) == list(range(17))
 
 
+def with_declared_frames(data, count):
+    """Returns the bytes of an avi whose two headers declare this number of frames."""
+    data = bytearray(data)
+    for place in (data.index(b"avih") + 8 + 16, data.index(b"strh") + 8 + 32):
+        data[place : place + 4] = count.to_bytes(4, "little")
+    return bytes(data)
+
+
 def test_counts_of_the_container_are_not_believed(tmp_path):
+    """Fewer frames than there are is what recorders leave that crashed; more is what a cut leaves."""
     path = write_clip(tmp_path / "a.avi", greys(9), 16, "mpeg4", "yuv420p")
-    data = bytearray(path.read_bytes())
-    main, stream = data.index(b"avih") + 8 + 16, data.index(b"strh") + 8 + 32
-    assert data[main : main + 4] == data[stream : stream + 4] == (9).to_bytes(4, "little")
-    for count in (0, 1, 1000):
-        data[main : main + 4] = data[stream : stream + 4] = count.to_bytes(4, "little")
-        path.write_bytes(data)
+    data = path.read_bytes()
+    assert with_declared_frames(data, 9) == data
+    for count in (0, 1):
+        path.write_bytes(with_declared_frames(data, count))
         record, levels = load(path)
         assert record["source"]["frames"] == 9 and indices(levels) == list(range(9))
+    path.write_bytes(with_declared_frames(data, 10))
+    assert "a.avi cannot be used: it is cut off: it declares more than the 9 frames" in refused(path)
 
 
 @pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
@@ -377,7 +386,8 @@ def test_bytes_are_told_apart_by_what_they_hold(tmp_path):
     for path in clips.values():
         record, levels = load(row_of(path.read_bytes(), "train/0"), fps=25 if path.suffix == ".mpg" else 16)
         assert indices(levels) == list(range(5))
-    assert "train/0 is not a video that FFmpeg can read (7 bytes)" in refused(row_of(b"nothing", "train/0"))
+    message = refused(row_of(b"nothing", "train/0"))
+    assert "train/0 cannot be used: it is no video that FFmpeg can read, or cut off (7 bytes)" in message
     half = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(half, "PNG")
     assert "train/0 cannot be used: image file is truncated" in refused(row_of(half.getvalue()[:6000], "train/0"))
@@ -405,9 +415,9 @@ def test_problems_of_folders_are_named(tmp_path):
     (tmp_path / "bad" / "2.png").write_bytes(b"")
     message = refused(tmp_path / "odd", tmp_path / "bad", tmp_path / "none")
     assert message.startswith("3 of 3 clips cannot be used:\n")
-    assert "  odd: 1.png is 64x80, but 0.png is 64x64; frames of one clip must have one size.\n" in message
+    assert "  odd: 1.png is (64, 80), but the first frame (64, 64); a clip has one size.\n" in message
     assert "  bad: 2.png is not a picture" in message
-    assert "  none is a folder without pictures" in message
+    assert "  none is a folder without images" in message
 
 
 # Geometry
@@ -549,7 +559,7 @@ def test_a_size_that_changes_is_refused(tmp_path):
         for size in (64, 128)
     ]
     (tmp_path / "a.h264").write_bytes(b"".join(parts))
-    assert "a.h264 cannot be used: its size changes from 64x64 to 128x128 at frame 5" in refused(tmp_path / "a.h264")
+    assert "a.h264 cannot be used: its size changes at frame 5" in refused(tmp_path / "a.h264")
 
 
 # Colours
@@ -741,60 +751,106 @@ WHOLE = {
     "intra.mkv": ("ffv1", "bgr0", {}, {}),
     "a.webm": ("libvpx-vp9", "yuv420p", QUICK, {}),
     "a.avi": ("mpeg4", "yuv420p", {}, {}),
+    "intra.avi": ("mjpeg", "yuvj420p", {}, {}),
     "a.gif": ("gif", "rgb8", {}, {}),
+    "a.asf": ("libx264", "yuv420p", {}, {}),
 }
 
 
 def whole_file(folder, name):
     codec, pix_fmt, options, muxer = WHOLE[name]
-    frames = [np.random.default_rng(n).integers(0, 256, (64, 64, 3), dtype=np.uint8) for n in range(17)]
+    frames = [np.random.default_rng(n).integers(0, 256, (64, 64, 3), dtype=np.uint8) for n in range(9)]
     return write_clip(folder / name, frames, 16, codec, pix_fmt, options, muxer=muxer)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The bytes of a clip of nine frames in each container, which no test changes."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {name: whole_file(folder, name).read_bytes() for name in WHOLE}
+
+
+def packet_ends(data):
+    """Returns where the first, middle and last but one packet of a file end, if its container says where they lie."""
+    with av.open(io.BytesIO(data)) as container:
+        ends = sorted(packet.pos + packet.size for packet in container.demux(video=0) if packet.size)
+    return (ends[0], ends[4], ends[-2])
+
+
 @pytest.mark.parametrize("name", WHOLE)
-def test_files_that_are_cut_off_are_named(tmp_path, name):
-    path = whole_file(tmp_path, name)
-    data = path.read_bytes()
-    assert load(path)[0]["used"]["frames"] == 17
-    for part in (0.05, 0.3, 0.6, 0.61, 0.62, 0.8, 0.95):
-        path.write_bytes(data[: int(len(data) * part)])
-        assert name in refused(path)
-        assert "train/0" in refused(row_of(path.read_bytes(), "train/0"))
+def test_files_that_are_cut_off_are_named(whole, name):
+    """Also between two frames, where every frame that is left is whole."""
+    data = whole[name]
+    row = row_of(data, f"whole {name}")
+    assert inspect(row)[0]["source"]["frames"] == 9
+    cuts = [int(len(data) * part) for part in (0.05, 0.3, 0.6, 0.61, 0.62, 0.8, 0.9)]
+    # FFmpeg does not say where the packets of a GIF lie, and those of ASF are parts of others.
+    cuts += packet_ends(data) if name not in ("a.gif", "a.asf") else ()
+    if name == "fragments.mp4":
+        # All that is left is whole between two fragments, of which nothing says how many there are.
+        cuts = cuts[:-2] + cuts[-1:]
+    for cut in cuts:
+        message = refused(row_of(data[:cut], f"cut {name}"), row)
+        assert message.startswith("1 of 2 clips cannot be used:") and f"cut {name}" in message, cut
 
 
-def test_asf_that_is_cut_off_between_its_packets_is_named(tmp_path):
-    path = write_clip(tmp_path / "a.wmv", [noise(64, 64)] * 17, 16, "wmv2", "yuv420p")
-    data = path.read_bytes()
-    assert load(path)[0]["used"]["frames"] == 17
-    for part in (0.6, 0.95):
-        path.write_bytes(data[: int(len(data) * part)])
-        assert "a.wmv cannot be used: it is cut off" in refused(path)
+def with_sound(path, num_seconds, codec="aac"):
+    """Writes a clip of nine frames, half a second, with sound of this length."""
+    with av.open(str(path), "w") as container:
+        video = container.add_stream("libx264" if codec == "aac" else "libvpx-vp9", rate=16)
+        video.width = video.height = 64
+        video.pix_fmt = "yuv420p"
+        audio = container.add_stream(codec, rate=48000)
+        for pixels in greys(9):
+            container.mux(video.encode(av.VideoFrame.from_ndarray(pixels, format="gray")))
+        sound = av.AudioFrame.from_ndarray(
+            np.zeros((1, int(48000 * num_seconds)), np.float32), format="fltp", layout="mono"
+        )
+        sound.sample_rate = 48000
+        for stream, frame in ((audio, sound), (audio, None), (video, None)):
+            container.mux(stream.encode(frame))
+    return path
 
 
-def test_what_a_crashed_recorder_or_a_stream_leaves_is_used(tmp_path):
-    """Its header says nothing about its length: 0 in RIFF, all ones in Matroska."""
-    data = bytearray(whole_file(tmp_path, "a.avi").read_bytes())
+@pytest.mark.parametrize("name", ["a.mp4", "a.mov", "a.mkv", "a.avi", "a.webm"])
+def test_sound_may_be_longer_or_shorter_than_the_clip(tmp_path, name):
+    for num_seconds in (0.25, 2):
+        path = with_sound(tmp_path / name, num_seconds, "libopus" if name == "a.webm" else "aac")
+        with av.open(str(path)) as container:
+            assert len(container.streams) == 2 and container.duration / av.time_base >= num_seconds
+        assert inspect(path)[0]["source"]["frames"] == 9
+
+
+def test_what_a_crashed_recorder_or_a_stream_leaves_is_used(whole):
+    """Its header says nothing about its length: 0 in avi, all ones and no duration in Matroska."""
+    data = bytearray(with_declared_frames(whole["a.avi"], 0))
     data[4:8] = bytes(4)
     last = data.rindex(b"00dc", 0, data.index(b"idx1"))
     for end in (last, last + 100):
-        (tmp_path / "a.avi").write_bytes(data[:end])
-        assert inspect(tmp_path / "a.avi")[0]["source"]["frames"] == 16
+        assert inspect(row_of(bytes(data[:end]), "a.avi"))[0]["source"]["frames"] == 8
 
-    data = bytearray(whole_file(tmp_path, "a.mkv").read_bytes())
+    data = bytearray(whole["a.mkv"])
     segment = data.index(b"\x18\x53\x80\x67") + 4
     assert data[segment] == 1
     data[segment : segment + 8] = b"\x01" + b"\xff" * 7
-    (tmp_path / "a.mkv").write_bytes(data)
-    assert inspect(tmp_path / "a.mkv")[0]["source"]["frames"] == 17
+    assert inspect(row_of(bytes(data), "a.mkv"))[0]["source"]["frames"] == 9
+    duration = data.index(b"\x44\x89\x88")
+    # In its place an element that means nothing, of the same 11 bytes.
+    data[duration : duration + 3] = b"\xec\x40\x08"
+    with av.open(io.BytesIO(data)) as container:
+        assert not container.duration
+    end = packet_ends(bytes(data))[1]
+    assert 0 < inspect(row_of(bytes(data[:end]), "a.mkv"))[0]["source"]["frames"] < 9
 
 
-def test_what_stands_behind_the_end_does_not_matter(tmp_path):
-    for name in WHOLE:
-        path = whole_file(tmp_path, name)
-        data = path.read_bytes()
+def test_what_stands_behind_the_end_does_not_matter(whole):
+    for name, data in whole.items():
         for tail in (bytes(100), b"tail" * 20):
-            path.write_bytes(data + tail)
-            assert inspect(path)[0]["source"]["frames"] == 17, name
+            row = row_of(data + tail, name)
+            if name == "a.gif" and any(tail):
+                assert "a.gif cannot be used: it is cut off: its last byte is not the trailer" in refused(row)
+            else:
+                assert inspect(row)[0]["source"]["frames"] == 9, name
 
 
 def bad_files(folder):
@@ -814,7 +870,8 @@ def bad_files(folder):
         container.mux(stream.encode(sound))
         container.mux(stream.encode())
     middle = bytearray(front)
-    middle[len(front) // 2 : len(front) // 2 + 500] = np.random.default_rng(0).bytes(500)
+    place = packet_ends(front)[1]
+    middle[place : place + 500] = np.random.default_rng(0).bytes(500)
     (folder / "middle.mp4").write_bytes(middle)
     (folder / "picture.png").write_bytes(b"\x89PNG\r\n")
     os.mkfifo(folder / "pipe.mp4")
@@ -831,10 +888,9 @@ def test_all_bad_files_come_in_one_error_at_once(tmp_path, capfd):
     assert message.startswith("12 of 13 clips cannot be used:\n") and message.count("\n") == 13
     for path in paths:
         assert f"\n  {path.name} (row 7) " in message
-    assert "empty.mp4 (row 7) cannot be used: it is empty (0 bytes)." in message
-    assert "end.mp4 (row 7) cannot be used: it is cut off" in message
+    assert "empty.mp4 (row 7) cannot be used: it is no video that FFmpeg can read, or cut off (0 bytes)." in message
     assert "sound.mp4 (row 7) cannot be used: it has no video stream." in message
-    assert "text.mp4 (row 7) is not a video that FFmpeg can read (1000 bytes)." in message
+    assert "text.mp4 (row 7) cannot be used: it is no video that FFmpeg can read, or cut off (1000 bytes)." in message
     assert "middle.mp4 (row 7) cannot be used: it is damaged" in message
     assert "missing.mp4 (row 7) cannot be used: there is no such file." in message
     # FFmpeg writes its own complaints to stderr, unless it is told not to.
@@ -984,7 +1040,7 @@ def test_other_media_are_bad_items_by_name(tmp_path):
     for line in (
         "a.heic is not a picture that Pillow can read (HEIF",
         "b.psd is not a picture that Pillow can read",
-        "c.mxf is not a video that FFmpeg can read",
+        "c.mxf cannot be used: it is no video that FFmpeg can read",
         "d.jpg is not a picture that Pillow can read (HEIF",
         "train/0 is not a picture that Pillow can read (HEIF",
     ):
@@ -1006,7 +1062,7 @@ def test_a_frame_that_cannot_be_read_is_not_passed_over(tmp_path):
 def test_playlists_are_not_followed(tmp_path, text):
     path = write_clip(tmp_path / "other.mp4", greys(5), 16, "libx264", "yuv420p")
     (tmp_path / "a.mp4").write_text(text.format(path.name))
-    assert "a.mp4 is not a video that FFmpeg can read" in refused(tmp_path / "a.mp4")
+    assert "a.mp4 cannot be used: it is no video that FFmpeg can read" in refused(tmp_path / "a.mp4")
 
 
 SEEDS = {}
