@@ -791,7 +791,7 @@ def test_what_is_left_goes_at_the_next_save_and_newer_ones_are_set_aside(train, 
     flags = ["--resume_from_checkpoint", str(folder / "checkpoint-4"), "--checkpoints_total_limit", "1"]
     train(folder, *LORA, "--checkpointing_steps", "6", *flags)
     assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-8.replaced"}
-    assert "checkpoint-8 comes after checkpoint-4" in caplog.text and "set aside" in caplog.text
+    assert "checkpoint-8 is later than checkpoint-4" in caplog.text and "set aside" in caplog.text
     assert result_files(folder) == result_files(lora_run)
 
 
