@@ -67,6 +67,13 @@ def test_what_is_off_is_not_asked_for(name, monkeypatch):
     start_accelerator(flags())
 
 
+def test_accumulation_that_contradicts_the_flag(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+    with pytest.raises(RefusedError, match="gradient_accumulation_steps 8 in the Accelerate config"):
+        start_accelerator(flags())
+
+
 def test_every_variable_of_the_launcher_is_known_here():
     """With a version of Accelerate that has a new one this fails: it is to be done, or refused."""
     text = (pathlib.Path(accelerate.__file__).parent / "utils" / "launch.py").read_text()
