@@ -94,7 +94,7 @@ def run(name, folder, pictures, clips):
     argv += ["--max_train_steps", "3", "--height", height, "--width", width]
     argv += [] if family == "qwen_image" else ["--num_frames", "9"]
     argv += [] if "--mixed_precision" in flags else ["--mixed_precision", "no"]
-    options = {"description": None, "values": script.FAMILY, "resolve": family == "qwen_image"}
+    options = {"description": None, "values": script.VALUES, "resolve": family == "qwen_image"}
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), MemoryLog() as log:
         offload.reset_counters()
         script.main(parse_args([*map(str, argv), *flags], **options), log)

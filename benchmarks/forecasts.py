@@ -197,7 +197,7 @@ def dry_run(name, size, training_mode, *flags):
         argv += ["--width", str(width), "--height", str(height)]
         argv += ["--num_frames", str(num_frames)] if is_video else []
         argv += [*TRAINING[training_mode], *OF_RECIPES.get(name, []), *flags]
-        args = parse_args(argv, description=None, values=script.FAMILY, resolve=not is_video)
+        args = parse_args(argv, description=None, values=script.VALUES, resolve=not is_video)
         # Also where there is a GPU, the forecast is for any: it compares with none.
         with mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"), contextlib.redirect_stdout(io.StringIO()):
             with MemoryLog() as log:

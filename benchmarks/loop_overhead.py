@@ -25,13 +25,13 @@ from blockwise.log import NUM_WATCHED_STEPS, MemoryLog  # noqa: E402
 from dataset.batches import TrainingDataset, collate, plan_batches  # noqa: E402
 from dataset.inspection import Item  # noqa: E402
 from dataset.metadata import Row  # noqa: E402
-from pipelines.qwen_image import never_trained_modules  # noqa: E402
-from train_qwen_image import FAMILY, QwenImageTrainingModule  # noqa: E402
+from pipelines.qwen_image import QwenImage, never_trained_modules  # noqa: E402
+from train_qwen_image import VALUES  # noqa: E402
 from training.arguments import parse_args  # noqa: E402
 from training.flow_matching import SigmaLaw  # noqa: E402
 from training.launch import start_accelerator  # noqa: E402
 from training.loop import train  # noqa: E402
-from training.module import train_all_weights, trainable_parameters  # noqa: E402
+from training.module import DiffusionTrainingModule, train_all_weights, trainable_parameters  # noqa: E402
 from training.optimizers import find_optimizer  # noqa: E402
 
 
@@ -49,7 +49,7 @@ def make_module():
         axes_dims_rope=(8, 12, 12),
     )
     train_all_weights(transformer, never_trained=never_trained_modules(transformer))
-    return QwenImageTrainingModule(transformer)
+    return DiffusionTrainingModule(object.__new__(QwenImage), transformer)
 
 
 def run_bare(module, batches, optimizer, num_steps):
@@ -91,7 +91,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--pretrained_model_name_or_path - --dataset_path - --output_dir {folder} --training_mode full"
         flags += f" --mixed_precision no --train_batch_size {BATCH_SIZE} --max_train_steps {options.steps}"
-        args = parse_args(flags.split(), description="", values=FAMILY)
+        args = parse_args(flags.split(), description="", values=VALUES)
         accelerator = start_accelerator(args)
         optimizer_class, arguments = find_optimizer(args, accelerator.device)
         order = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})

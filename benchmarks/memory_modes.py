@@ -38,9 +38,8 @@ from blockwise.estimate import StepProfile  # noqa: E402
 from blockwise.plan import MemoryPlan  # noqa: E402
 from blockwise.tracking import LiveBytes  # noqa: E402
 from pipelines import qwen_image, wan_video  # noqa: E402
-from train_qwen_image import FAMILY, QwenImageTrainingModule  # noqa: E402
-from train_wan_video import WanVideoTrainingModule  # noqa: E402
-from training.module import find_lora_targets, make_trainable  # noqa: E402
+from train_qwen_image import VALUES  # noqa: E402
+from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable  # noqa: E402
 
 
 MIB = 2**20
@@ -58,13 +57,13 @@ class Case:
     def __init__(self, family, real_size, device):
         self.device, self.dtype = device, torch.float32 if device.type == "cpu" else torch.bfloat16
         if family == "qwen_image":
-            self.pipeline, self.module_class = qwen_image, QwenImageTrainingModule
+            self.pipeline, self.family = qwen_image, object.__new__(qwen_image.QwenImage)
             self.model_class, self.block_list, self.num_blocks = QwenImageTransformer2DModel, "transformer_blocks", 12
             heads = 24 if real_size else 4
             self.config = {"num_attention_heads": heads, "joint_attention_dim": 3584 if real_size else 256}
             self.latents, self.text = (16, 128, 128) if real_size else (16, 48, 48), 512 if real_size else 64
         else:
-            self.pipeline, self.module_class = wan_video, WanVideoTrainingModule
+            self.pipeline, self.family = wan_video, object.__new__(wan_video.WanVideo)
             self.model_class, self.block_list, self.num_blocks = WanTransformer3DModel, "blocks", 8
             sizes = (40, 4096, 13824) if real_size else (3, 256, 1344)
             self.config = dict(zip(("num_attention_heads", "text_dim", "ffn_dim"), sizes, strict=True))
@@ -82,10 +81,11 @@ class Case:
             transformer = self.model_class(num_layers=num_blocks, **self.config)
         for parameter in transformer.parameters():
             parameter.data = parameter.data.to(self.dtype)
-        never_trained = self.pipeline.never_trained_modules(transformer)
-        wanted = FAMILY["lora_target_modules"].split(",")
         if self.pipeline is wan_video:
-            wanted = wan_video.default_lora_targets(transformer)
+            never_trained, wanted = [], wan_video.default_lora_targets(transformer)
+        else:
+            never_trained = qwen_image.never_trained_modules(transformer)
+            wanted = VALUES["lora_target_modules"].split(",")
         names = find_lora_targets(transformer, wanted, never_trained=never_trained)
         args = {"training_mode": "lora", "lora_rank": 32, "lora_alpha": 32.0, "lora_dropout": 0.0, "seed": 0}
         make_trainable(transformer, argparse.Namespace(**args), names)
@@ -102,7 +102,7 @@ class Case:
 
         def build(recompute):
             transformer = self._make(min(self.num_blocks, 3), "meta")
-            module = self.module_class(transformer, use_gradient_checkpointing=recompute).train()
+            module = DiffusionTrainingModule(self.family, transformer, use_gradient_checkpointing=recompute).train()
 
             def make_step():
                 batch = self._batch("cpu")
@@ -126,7 +126,7 @@ class Case:
         """Context with a function that runs one step in a mode, up to the point in between, and returns the loss."""
         dispatcher = {"keyword": save_by_keyword, "positional": save_by_position}.get(name)
         plan = self.plan("recompute" if dispatcher else name) if plan is None else plan
-        module = self.module_class(self.transformer, **plan.arguments(self.block_list)).train()
+        module = DiffusionTrainingModule(self.family, self.transformer, **plan.arguments(self.block_list)).train()
         with contextlib.ExitStack() as stack:
             if dispatcher is not None:
                 stack.enter_context(mock.patch.object(self.pipeline, "gradient_checkpoint_forward", dispatcher))

@@ -30,10 +30,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = "train_qwen_image"
 FLAGS = "--height 256 --width 256 --max_train_steps 12 --mixed_precision no --lora_rank 8".split()
 
-# Phase -> the functions that it is made of, by their names in the entry script or in its pipeline.
+# Phase -> the functions that it is made of, by their names in `training.run` or in its family.
 PHASES = {
     "Accelerate": ("start_accelerator",),
-    "configs, tokenizer": ("load_transformer_skeleton", "load_scheduler", "load_tokenizer", "find_optimizer"),
+    "configs, tokenizer": ("read_family", "find_optimizer"),
     "weights checked": ("check_weights", "fetch_weights", "check_base_of_lora", "check_same_weights"),
     "dataset": ("read_datasets", "inspect_rows", "plan_batches", "count_caption_tokens"),
     "digests, cache": ("weights_identity", "plan_encodings"),
@@ -82,20 +82,24 @@ def run_by_phase(flags, path):
     with clock.phase("imports"):
         gc.disable()  # as the script has it
         script = importlib.import_module(SCRIPT)
+        from blockwise.log import MemoryLog
+        from training import command
+        from training import run as module
+
         gc.freeze()
         gc.enable()
     with clock.phase("command line"):
-        args = script.parse_args(flags, description="", values=script.FAMILY)
+        args = command.parse_args(flags, description="", values=script.VALUES)
     found = []
     for phase, names in PHASES.items():
         for place, _, name in (name.rpartition(".") for name in names):
-            owner = operator.attrgetter(place)(script) if place else script
-            owner = owner if hasattr(owner, name) else script.pipeline
+            owner = operator.attrgetter(place)(module) if place else module
+            owner = owner if hasattr(owner, name) else script.QwenImage
             found.append((owner, name, clock.timed(phase, getattr(owner, name))))
     for owner, name, function in found:
         setattr(owner, name, function)
 
-    class Log(script.MemoryLog):
+    class Log(MemoryLog):
         def watch(self, *args, **kwargs):
             steps[0] = time.process_time()
             return super().watch(*args, **kwargs)

@@ -4,7 +4,6 @@ Shapes: B batch, H W latent height and width (pixels / 8), C latent channels (16
 L text tokens, J width of the text encoder, D width of the transformer.
 """
 
-import functools
 import math
 
 import torch
@@ -22,6 +21,7 @@ from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 from blockwise.checkpointing import gradient_checkpoint_forward
 from blockwise.plan import per_block
 from pipelines import loading
+from pipelines.family import Family
 
 
 # The VAE halves each side three times and the transformer takes patches of 2x2 latents.
@@ -30,48 +30,9 @@ SIZE_DIVISOR = 16
 # What the stock pipeline puts before each caption, and takes off its embedding again.
 PROMPT_TEMPLATE_TOKENS = 34
 
-# What is trained, and of which classes its parts may be.
-PIPELINES = (QwenImagePipeline,)
-PARTS = {
-    "transformer": (QwenImageTransformer2DModel,),
-    "text_encoder": (Qwen2_5_VLForConditionalGeneration,),
-    "vae": (AutoencoderKLQwenImage,),
-}
-
-
-def load_prompt_encoder(pretrained_model_name_or_path, *, device, dtype=torch.bfloat16, **hub):
-    """Load the stock pipeline with nothing but its tokenizer and text encoder.
-
-    Args:
-        hub: `revision` and `variant`, as `from_pretrained` takes them.
-    """
-    pipeline = QwenImagePipeline.from_pretrained(
-        pretrained_model_name_or_path, transformer=None, vae=None, dtype=dtype, **hub
-    )
-    return pipeline.to(device)
-
-
-@loading.built_from("tokenizer")
-def load_tokenizer(pretrained_model_name_or_path, **hub):
-    """Load the stock pipeline with nothing but its tokenizer."""
-    parts = {"text_encoder": None, "transformer": None, "vae": None}
-    return QwenImagePipeline.from_pretrained(pretrained_model_name_or_path, **parts, **hub)
-
-
-def load_vae(pretrained_model_name_or_path, *, device, **hub):
-    """Load the VAE in fp32, as the stock pipeline does, which may have it without the variant."""
-    return load_preview_pipeline(pretrained_model_name_or_path, **hub).vae.to(device)
-
-
-def load_preview_pipeline(pretrained_model_name_or_path, *, dtype=torch.float32, **hub):
-    """Load the stock pipeline on the CPU without its transformer and text encoder; the VAE is in fp32."""
-    return QwenImagePipeline.from_pretrained(
-        pretrained_model_name_or_path, text_encoder=None, tokenizer=None, transformer=None, dtype=dtype, **hub
-    )
-
 
 def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, guidance_scale, num_frames, images, seed, **settings):
-    """Sample one picture as the stock pipeline does.
+    """Sample one image as the stock pipeline does.
 
     Args:
         pipeline (`QwenImagePipeline`)
@@ -82,7 +43,7 @@ def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, guidance_scale, n
         settings: Further arguments of the pipeline: `height`, `width` in pixels, `num_inference_steps`, ...
 
     Returns:
-        `list[PIL.Image.Image]`: The picture.
+        `list[PIL.Image.Image]`: The image.
     """
     dtype, given = pipeline.transformer.img_in.weight.dtype, {}
     for name, embeds in (("prompt_embeds", prompt_embeds), ("negative_prompt_embeds", negative_prompt_embeds)):
@@ -96,16 +57,6 @@ def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, guidance_scale, n
         generator=torch.Generator().manual_seed(seed),
         **settings,
     ).images
-
-
-load_transformer = functools.partial(loading.load_transformer, QwenImageTransformer2DModel)
-load_transformer_skeleton = functools.partial(loading.load_transformer_skeleton, QwenImageTransformer2DModel)
-load_scheduler = functools.partial(loading.load_scheduler, FlowMatchEulerDiscreteScheduler)
-check_pipeline = functools.partial(loading.check_pipeline, PIPELINES, PARTS)
-check_weights = functools.partial(loading.check_weights, PARTS)
-fetch_weights = functools.partial(loading.fetch_weights, PARTS)
-describe = loading.describe
-shrink = loading.shrink
 
 
 def never_trained_modules(transformer):
@@ -123,7 +74,7 @@ def encode_prompt(pipeline, prompt):
     """Encode one caption exactly as the stock pipeline does.
 
     Args:
-        pipeline (`QwenImagePipeline`): From `load_prompt_encoder`.
+        pipeline (`QwenImagePipeline`): From `QwenImage.load_prompt_encoder`.
         prompt (`str`): The caption. The empty one leaves the closing tokens of the template.
 
     Returns:
@@ -138,12 +89,12 @@ def encoder_skeletons(pretrained_model_name_or_path, *, num_tokens, height, widt
 
     Args:
         num_tokens (`int`): Of the longest caption.
-        height, width (`int`): Of a picture, in pixels.
+        height, width (`int`): Of an image, in pixels.
 
     Returns:
         `dict[str, tuple[list[nn.Module], Callable[[], dict[str, torch.Tensor]]]]`: Phase -> its modules, on the meta
-        device, and what runs them, once they are elsewhere, as encoding a caption or a picture does. Together the
-        results are what a sample holds. "previews" holds what these need beside the transformer.
+        device, and what runs them, once they are elsewhere, as encoding a caption or an image does. Together the
+        results are what a sample holds. "previews" holds what these need in addition to the transformer.
     """
     source = {"pretrained_model_name_or_path": pretrained_model_name_or_path, "revision": revision}
     config = AutoConfig.from_pretrained(subfolder="text_encoder", **source)
@@ -182,7 +133,7 @@ def count_prompt_tokens(pipeline, prompt):
 
 @torch.no_grad()
 def encode_image(vae, pixel_values):
-    """Encode a picture to all that a sample of it holds beside its caption.
+    """Encode an image to all that a sample of it holds in addition to its caption.
 
     Args:
         vae (`AutoencoderKLQwenImage`)
@@ -209,11 +160,6 @@ def unpack_latents(tokens, height, width):
     return QwenImagePipeline._unpack_latents(tokens, height, width, vae_scale_factor=1).squeeze(2)
 
 
-def num_tokens(height, width, num_frames=1):
-    """Return T, the tokens of a picture at a size in pixels."""
-    return height // SIZE_DIVISOR * (width // SIZE_DIVISOR) * num_frames
-
-
 def sigma_shift(scheduler, height, width):
     """Return the factor by which the stock pipeline shifts sigmas at this size.
 
@@ -225,18 +171,13 @@ def sigma_shift(scheduler, height, width):
     """
     config = scheduler.config
     mu = calculate_shift(
-        num_tokens(height, width),
+        height // SIZE_DIVISOR * (width // SIZE_DIVISOR),
         config.get("base_image_seq_len", 256),
         config.get("max_image_seq_len", 4096),
         config.get("base_shift", 0.5),
         config.get("max_shift", 1.15),
     )
     return math.exp(mu)
-
-
-def block_lists(transformer):
-    """Return the number of blocks by the name of their list, in the order in which they run."""
-    return {"transformer_blocks": len(transformer.transformer_blocks)}
 
 
 def model_fn_qwen_image(
@@ -313,3 +254,67 @@ def model_fn_qwen_image(
         temb = temb.chunk(2)[0]
     hidden_states = transformer.norm_out(hidden_states, temb)  # (B, T, D)
     return transformer.proj_out(hidden_states)  # (B, T, 64)
+
+
+class QwenImage(Family):
+    """Qwen-Image, from text to image."""
+
+    pipelines = (QwenImagePipeline,)
+    parts = {
+        "transformer": (QwenImageTransformer2DModel,),
+        "text_encoder": (Qwen2_5_VLForConditionalGeneration,),
+        "vae": (AutoencoderKLQwenImage,),
+    }
+    block_list_names = ("transformer_blocks",)
+    divisor = SIZE_DIVISOR
+    dropped_caption = " "
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scheduler = loading.load_scheduler(FlowMatchEulerDiscreteScheduler, self.path, **self.hub)
+
+    @property
+    def never_trained(self):
+        return never_trained_modules(self.skeleton)
+
+    def num_tokens(self, height, width, num_frames=1):
+        return height // SIZE_DIVISOR * (width // SIZE_DIVISOR) * num_frames
+
+    def sigma_shift(self, height, width):
+        return sigma_shift(self.scheduler, height, width)
+
+    def count_prompt_tokens(self, prompt):
+        return count_prompt_tokens(self.tokenizer, prompt)
+
+    def load_media_encoder(self, device):
+        return super().load_media_encoder(device).vae
+
+    encode_prompt = staticmethod(encode_prompt)
+    encode_media = staticmethod(encode_image)
+    sample = staticmethod(sample)
+
+    def encoder_skeletons(self, *, num_tokens, height, width, num_frames):
+        return encoder_skeletons(self.path, num_tokens=num_tokens, height=height, width=width, **self.hub)
+
+    def predict(
+        self,
+        transformer,
+        noisy_latents,
+        timestep,
+        batch,
+        use_gradient_checkpointing=False,
+        use_gradient_checkpointing_offload=False,
+    ):
+        batch_size, _, height, width = noisy_latents.shape
+        dtype = transformer.img_in.weight.dtype
+        tokens = model_fn_qwen_image(
+            transformer,
+            hidden_states=pack_latents(noisy_latents).to(dtype),  # (B, T, 64)
+            timestep=timestep,
+            encoder_hidden_states=batch["prompt_embeds"].to(dtype),  # (B, L, J)
+            encoder_hidden_states_mask=batch["prompt_embeds_mask"],
+            img_shapes=[[(1, height // 2, width // 2)]] * batch_size,
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
+        return unpack_latents(tokens, height, width)  # (B, C, H, W)

@@ -6,7 +6,6 @@ J width of the text encoder, I tokens of one image embedding (257), D width of t
 """
 
 import dataclasses
-import functools
 import re
 
 import ftfy  # noqa: F401  without it the stock pipeline leaves out a part of its cleaning of prompts, and says nothing
@@ -20,6 +19,7 @@ from transformers import AutoConfig, CLIPVisionConfig, CLIPVisionModel, CLIPVisi
 from blockwise.checkpointing import gradient_checkpoint_forward
 from blockwise.plan import per_block
 from pipelines import loading
+from pipelines.family import Family, Stage
 
 
 # The pipelines cut and pad prompts to this, though `encode_prompt` alone would take 226.
@@ -31,17 +31,6 @@ NEGATIVE_PROMPT = (
     "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，"
     "静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
 )
-
-# What is trained, and of which classes its parts may be.
-PIPELINES = (WanPipeline, WanImageToVideoPipeline)
-PARTS = {
-    "transformer": (WanTransformer3DModel,),
-    "transformer_2": (WanTransformer3DModel,),
-    "text_encoder": (UMT5EncoderModel,),
-    "vae": (AutoencoderKLWan,),
-    # Published is the second. Read is a hidden state, which both have.
-    "image_encoder": (CLIPVisionModel, CLIPVisionModelWithProjection),
-}
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj", "ffn.net.0.proj", "ffn.net.2")
 
@@ -55,7 +44,7 @@ class WanVariant:
 
     Args:
         tasks (`tuple[str, ...]`): What it can be trained for: `"t2v"`, `"i2v"`, `"flf2v"` (first and last frame).
-        boundary_ratio (`float`, *optional*): The sigma from which on the expert for high noise is at work.
+        boundary_ratio (`float`, *optional*): The sigma from which on the expert for high noise is used.
         expand_timesteps (`bool`): TI2V-5B, whose condition is a clean first latent frame with timestep 0.
         divisor (`int`): Height and width in pixels are multiples of it.
         height, width (`int`), num_frames (`int`), fps (`float`): Defaults, in pixels, frames and frames per second.
@@ -116,17 +105,13 @@ class WanVariant:
         return 3.0 if height * width <= 832 * 480 else 5.0
 
 
-@loading.built_from("config of transformer or VAE")
-def find_variant(pretrained_model_name_or_path, **hub):
-    """Return the `WanVariant` of a pipeline folder or hub id, from its configs alone.
+def find_variant(index, transformer, vae):
+    """Return the `WanVariant` of a pipeline.
 
-    Raises:
-        OSError, ValueError: See `loading.check_pipeline`.
+    Args:
+        index (`dict`): Its model_index.json.
+        transformer, vae (`dict`): The configs of these parts.
     """
-    hub.pop("variant", None)  # names weights, not configs
-    index = loading.check_pipeline(PIPELINES, PARTS, pretrained_model_name_or_path, **hub)
-    vae = AutoencoderKLWan.load_config(pretrained_model_name_or_path, subfolder="vae", **hub)
-    transformer = WanTransformer3DModel.load_config(pretrained_model_name_or_path, subfolder="transformer", **hub)
     expand_timesteps = index.get("expand_timesteps", False)
     if expand_timesteps:
         tasks, size = ("t2v", "i2v"), {"height": 704, "width": 1280, "num_frames": 121, "fps": 24.0}
@@ -155,60 +140,9 @@ def transformer_subfolder(expert):
 
 
 def default_lora_targets(transformer):
-    """Return the layers that a LoRA adapts if nothing else is said: all of `LORA_TARGETS` that the model has."""
+    """Return the layers that a LoRA adapts by default: all of `LORA_TARGETS` that the model has."""
     names = [name for name, _ in transformer.named_modules()]
     return [target for target in LORA_TARGETS if any(name.endswith("." + target) for name in names)]
-
-
-def never_trained_modules(transformer):
-    """Return the names of the modules that the architecture gives no gradient: none."""
-    return []
-
-
-# ---------------------------------------------------------------- parts
-
-
-load_transformer = functools.partial(loading.load_transformer, WanTransformer3DModel)
-load_transformer_skeleton = functools.partial(loading.load_transformer_skeleton, WanTransformer3DModel)
-check_weights = functools.partial(loading.check_weights, PARTS)
-fetch_weights = functools.partial(loading.fetch_weights, PARTS)
-describe = loading.describe
-shrink = loading.shrink
-
-
-def load_prompt_encoder(pretrained_model_name_or_path, *, device, dtype=torch.bfloat16, **hub):
-    """Load the stock pipeline with nothing but its tokenizer and text encoder.
-
-    Args:
-        hub: `revision` and `variant`, as `from_pretrained` takes them.
-    """
-    pipeline = WanPipeline.from_pretrained(
-        pretrained_model_name_or_path, transformer=None, transformer_2=None, vae=None, dtype=dtype, **hub
-    )
-    return pipeline.to(device)
-
-
-@loading.built_from("tokenizer")
-def load_tokenizer(pretrained_model_name_or_path, **hub):
-    """Load the stock pipeline with nothing but its tokenizer."""
-    parts = {"text_encoder": None, "transformer": None, "transformer_2": None, "vae": None}
-    return WanPipeline.from_pretrained(pretrained_model_name_or_path, **parts, **hub)
-
-
-def load_clip_encoder(pretrained_model_name_or_path, *, device, **hub):
-    """Load the stock image-to-video pipeline with nothing but its VAE and, if it has one, image encoder, in fp32."""
-    parts = {"tokenizer": None, "text_encoder": None, "transformer": None, "transformer_2": None}
-    pipeline = WanImageToVideoPipeline.from_pretrained(
-        pretrained_model_name_or_path, dtype=torch.float32, **parts, **hub
-    )
-    return pipeline.to(device)
-
-
-def load_preview_pipeline(pretrained_model_name_or_path, *, task, dtype=torch.float32, **hub):
-    """Load the stock pipeline of a task on the CPU without transformers and text encoder; the rest is in fp32."""
-    parts = {"tokenizer": None, "text_encoder": None, "transformer": None, "transformer_2": None}
-    pipeline_class = WanPipeline if task == "t2v" else WanImageToVideoPipeline
-    return pipeline_class.from_pretrained(pretrained_model_name_or_path, dtype=dtype, **parts, **hub)
 
 
 def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, images, seed, **settings):
@@ -244,7 +178,7 @@ def encode_prompt(pipeline, prompt):
     """Encode one caption exactly as the stock pipeline does: cleaned, cut, and padded with zeros to 512 tokens.
 
     Args:
-        pipeline (`WanPipeline`): From `load_prompt_encoder`.
+        pipeline (`WanPipeline`): From `WanVideo.load_prompt_encoder`.
         prompt (`str`): The caption.
 
     Returns:
@@ -264,10 +198,10 @@ def count_prompt_tokens(pipeline, prompt):
 
 @torch.no_grad()
 def encode_clip(pipeline, pixel_values, *, task):
-    """Encode one clip to all that a sample of it holds beside its caption.
+    """Encode one clip to all that a sample of it holds in addition to its caption.
 
     Args:
-        pipeline (`WanImageToVideoPipeline`): From `load_clip_encoder`.
+        pipeline (`WanImageToVideoPipeline`): From `WanVideo.load_media_encoder`.
         pixel_values (`torch.Tensor` of shape (3, N, height, width)): In [-1, 1], N of the form 4n + 1.
         task (`str`): `"t2v"`; `"i2v"`, whose condition is the first frame; `"flf2v"`, the first and the last.
 
@@ -311,14 +245,14 @@ def _prepare_condition(pipeline, image, last_image, *, num_frames):
         num_frames=num_frames,
         dtype=torch.float32,
         device=image.device,
-        latents=torch.zeros(()),  # the noise, which is not looked at
+        latents=torch.zeros(()),  # the noise, which is not used
         last_image=last_image,
     )
     return prepared[1]
 
 
 def _to_image(frame):
-    """Turn a frame (3, height, width) in [-1, 1] back into the picture that it was."""
+    """Turn a frame (3, height, width) in [-1, 1] back into the image that it was."""
     return Image.fromarray(((frame + 1) * 127.5).round().byte().permute(1, 2, 0).cpu().numpy())
 
 
@@ -332,7 +266,7 @@ def encoder_skeletons(pretrained_model_name_or_path, *, task, height, width, num
     Returns:
         `dict[str, tuple[list[nn.Module], Callable[[], dict[str, torch.Tensor]]]]`: Phase -> its modules, on the meta
         device, and what runs them, once they are elsewhere, as encoding a caption or a clip does. Together the results
-        are what a sample holds. "previews" holds what these need beside the transformer.
+        are what a sample holds. "previews" holds what these need in addition to the transformer.
     """
     source = {"pretrained_model_name_or_path": pretrained_model_name_or_path, "revision": revision}
     index = WanPipeline.load_config(**source)
@@ -350,7 +284,7 @@ def encoder_skeletons(pretrained_model_name_or_path, *, task, height, width, num
         return {"prompt_embeds": text_encoder(input_ids, torch.ones_like(input_ids)).last_hidden_state[0]}
 
     def encode_pixels():
-        # The image encoder runs beside it: its processor goes through Pillow, which needs a content.
+        # The image encoder runs next to it: its processor goes through Pillow, which needs a content.
         parts = dict.fromkeys(("tokenizer", "text_encoder", "transformer", "transformer_2", "scheduler"))
         parts |= {"vae": vae, "image_encoder": None, "image_processor": None}
         pipeline = WanImageToVideoPipeline(**parts, expand_timesteps=index.get("expand_timesteps", False))
@@ -395,11 +329,6 @@ def clean_first_frame(noisy_latents, latents, timestep):
     timestep = timestep[:, None].repeat(1, num_frames * tokens_per_frame)
     timestep[:, :tokens_per_frame] = 0
     return hidden_states, timestep
-
-
-def block_lists(transformer):
-    """Return the number of blocks by the name of their list, in the order in which they run."""
-    return {"blocks": len(transformer.blocks)}
 
 
 def model_fn_wan_video(
@@ -502,3 +431,150 @@ def lora_export_name(name):
     block, attention, layer = in_block.groups()
     parts = [block, *([_ORIGINAL_NAMES[attention]] if attention else []), _ORIGINAL_NAMES[layer]]
     return f"diffusion_model.{'.'.join(parts)}"
+
+
+# ---------------------------------------------------------------- the family
+
+
+class WanVideo(Family):
+    """Wan-Video from text, image, or first and last frame to video."""
+
+    pipelines = (WanPipeline, WanImageToVideoPipeline)
+    parts = {
+        "transformer": (WanTransformer3DModel,),
+        "transformer_2": (WanTransformer3DModel,),
+        "text_encoder": (UMT5EncoderModel,),
+        "vae": (AutoencoderKLWan,),
+        # Published is the second. Read is a hidden state, which both have.
+        "image_encoder": (CLIPVisionModel, CLIPVisionModelWithProjection),
+    }
+    block_list_names = ("blocks",)
+    media_parts = ("vae", "image_encoder", "image_processor")
+    is_video = True
+    cleans_first_frame = False
+
+    def __init__(self, *args, **kwargs):
+        self.task, self.expert = "t2v", None
+        super().__init__(*args, **kwargs)
+        source = {"pretrained_model_name_or_path": self.path, "revision": self.hub["revision"]}
+        with loading.built_from("config of transformer or VAE"):
+            vae = AutoencoderKLWan.load_config(subfolder="vae", **source)
+            transformer = WanTransformer3DModel.load_config(subfolder="transformer", **source)
+            self.variant = find_variant(self.index, transformer, vae)
+        self.divisor = self.variant.divisor
+        self._choose(self.variant.tasks[0], *self.variant.experts[:1])
+
+    def _choose(self, task, expert=None):
+        self.task, self.expert = task, expert
+        self.min_frames = min_frames(task)
+        self.image_arguments = {"t2v": (), "i2v": ("image",), "flf2v": ("image", "last_image")}[task]
+        self.cleans_first_frame = self.variant.expand_timesteps and task == "i2v"
+
+    @property
+    def values(self):
+        variant = self.variant
+        return dataclasses.asdict(variant) | {
+            "experts": variant.experts,
+            "lora_target_modules": ",".join(default_lora_targets(self.skeleton)),
+            "negative_prompt": NEGATIVE_PROMPT,
+            "guidance_scale": variant.guidance_scale,
+            "num_inference_steps": variant.num_inference_steps,
+        }
+
+    def resolve(self, args):
+        self._choose(args.task or self.variant.tasks[0], args.expert)
+
+    @property
+    def pipeline_class(self):
+        return WanPipeline if self.task == "t2v" else WanImageToVideoPipeline
+
+    @property
+    def stages(self):
+        experts = self.variant.experts if self.expert == "both" else (self.expert,)
+        stages = []
+        for number, expert in enumerate(experts):
+            others = [transformer_subfolder(name) for name in self.variant.experts if name != expert]
+            stage = Stage(expert, transformer_subfolder(expert), self.variant.sigma_range(expert), *others[:1])
+            stages.append(dataclasses.replace(stage, number=number, is_last=number == len(experts) - 1))
+        return tuple(stages)
+
+    @property
+    def identity(self):
+        return super().identity | dataclasses.asdict(self.variant)
+
+    def check_lora_targets(self, targets):
+        if not any(name.startswith("blocks.") for name in targets):
+            raise ValueError("names no layer in a block; diffusers loads no such Wan LoRA")
+
+    def num_tokens(self, height, width, num_frames):
+        return self.variant.num_tokens(height, width, num_frames)
+
+    def sigma_shift(self, height, width):
+        return self.variant.sigma_shift(height, width, self.task)
+
+    # ---- its encoders
+
+    @property
+    def encoding(self):
+        return f" {self.task} {self.variant.expand_timesteps}"
+
+    def count_prompt_tokens(self, prompt):
+        return count_prompt_tokens(self.tokenizer, prompt)
+
+    def embedded_tokens(self, num_tokens):
+        return MAX_SEQUENCE_LENGTH  # padded
+
+    encode_prompt = staticmethod(encode_prompt)
+
+    def load_media_encoder(self, device):
+        return self.load_parts(self.media_parts, pipeline_class=WanImageToVideoPipeline).to(device)
+
+    def encode_media(self, encoder, pixel_values):
+        return encode_clip(encoder, pixel_values, task=self.task)
+
+    def encoder_skeletons(self, *, num_tokens, height, width, num_frames):
+        size = {"height": height, "width": width, "num_frames": num_frames}
+        return encoder_skeletons(self.path, task=self.task, **size, **self.hub)
+
+    # ---- a step
+
+    def predict(
+        self,
+        transformer,
+        noisy_latents,
+        timestep,
+        batch,
+        use_gradient_checkpointing=False,
+        use_gradient_checkpointing_offload=False,
+    ):
+        dtype = transformer.patch_embedding.weight.dtype
+        hidden_states, image_embeds = noisy_latents, batch.get("image_embeds")
+        if self.cleans_first_frame:
+            hidden_states, timestep = clean_first_frame(noisy_latents, batch["latents"], timestep)
+        elif "condition" in batch:
+            hidden_states = torch.cat([noisy_latents, batch["condition"]], dim=1)  # (B, C + 4 + C, F, H, W)
+        if image_embeds is not None:
+            image_embeds = image_embeds.flatten(0, 1).to(dtype)  # (B * images, I, width of the image encoder)
+        return model_fn_wan_video(
+            transformer,
+            hidden_states=hidden_states.to(dtype),
+            timestep=timestep,
+            encoder_hidden_states=batch["prompt_embeds"].to(dtype),  # (B, L, J)
+            encoder_hidden_states_image=image_embeds,
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
+
+    def trained_part(self, flow):
+        return flow[:, :, 1:] if self.cleans_first_frame else flow
+
+    # ---- previews and results
+
+    def guidance(self, scale):
+        return self.variant.guidance(scale)
+
+    sample = staticmethod(sample)
+    lora_export_name = staticmethod(lora_export_name)
+
+    def lora_metadata(self, stage):
+        return {"sigma_range": "{} to {}".format(*stage.sigma_range)}

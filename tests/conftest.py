@@ -1,13 +1,11 @@
 import functools
 import importlib
-import multiprocessing
 import os
 import pathlib
 import re
 import socket
 import subprocess
 import sys
-import traceback
 
 import pytest
 
@@ -56,37 +54,6 @@ def on_two_processes():
             command += ["--main_process_port", free_port()]
             settings = {"DS_ACCELERATOR": "cpu"}
         return run_script("-m", *command, *arguments, env=settings, timeout=400)
-
-    return run
-
-
-@pytest.fixture
-def on_two_ranks(tmp_path):
-    """Function that calls `work(rank)` in two forked processes of one process group and returns what both return."""
-
-    def begin(work, rank, connection):
-        import torch.distributed
-
-        rendezvous = f"file://{tmp_path}/rendezvous"
-        torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-        try:
-            connection.send((work(rank), None))
-        except BaseException:
-            connection.send((None, traceback.format_exc()))
-
-    def run(work):
-        fork, ranks = multiprocessing.get_context("fork"), []
-        for rank in range(2):
-            here, there = fork.Pipe(duplex=False)
-            process = fork.Process(target=begin, args=(work, rank, there), daemon=True)
-            process.start()
-            there.close()
-            ranks.append((process, here))
-        results = [connection.recv() for _, connection in ranks]
-        for process, _ in ranks:
-            process.join()
-        assert not any(error for _, error in results), "\n".join(error or "" for _, error in results)
-        return [value for value, _ in results]
 
     return run
 
@@ -191,7 +158,7 @@ def train(tiny_model, photos, clips, tmp_path_factory):
             argv += ["--pretrained_model_name_or_path", model or tiny_model(family)]
             argv += ["--dataset_path", dataset or (photos if is_image else clips)]
         with MemoryLog() as log:
-            args = parse_args([*map(str, argv)], description="", values=script.FAMILY, resolve=is_image)
+            args = parse_args([*map(str, argv)], description="", values=script.VALUES, resolve=is_image)
             script.main(args, log)
         return output_dir
 

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-import train_qwen_image
 from benchmarks import data_loading, startup
+from pipelines.qwen_image import QwenImage
+from training import run
 
 
 @pytest.mark.slow
@@ -35,7 +36,7 @@ def test_the_start_of_a_run_over_rows(tmp_path, capsys):
 
 def test_every_phase_of_the_startup_is_a_function():
     for name in (name for names in startup.PHASES.values() for name in names):
-        owner = train_qwen_image if hasattr(train_qwen_image, name.split(".")[0]) else train_qwen_image.pipeline
+        owner = run if hasattr(run, name.split(".")[0]) else QwenImage
         assert callable(operator.attrgetter(name)(owner)), name
 
 

@@ -21,7 +21,10 @@ import train_wan_video
 from blockwise.log import MemoryLog
 from dataset import encoding, images, videos
 from dataset.batches import TrainingDataset
+from pipelines.qwen_image import QwenImage, encode_image
+from pipelines.wan_video import WanVideo
 from runtime.errors import RefusedError
+from training import run as run_module
 from training.arguments import parse_args
 
 
@@ -47,7 +50,7 @@ def train(tiny_model, tmp_path):
         script = train_qwen_image if family == "qwen_image" else train_wan_video
         resolve = family == "qwen_image"
         with MemoryLog() as log:
-            args = parse_args([*map(str, argv)], description="", values=script.FAMILY, resolve=resolve)
+            args = parse_args([*map(str, argv)], description="", values=script.VALUES, resolve=resolve)
             run.forecast = script.main(args, log)
         return tmp_path / out
 
@@ -128,8 +131,8 @@ def test_a_warm_run_equals_a_cold_one_and_looks_at_nothing(family, train, photos
     for module, names in (
         (images, ["open_image"]),
         (videos, ["open_image", "_open_video"]),
-        (train_qwen_image.pipeline, ["load_prompt_encoder", "load_vae"]),
-        (train_wan_video.pipeline, ["load_prompt_encoder", "load_clip_encoder"]),
+        (QwenImage, ["load_prompt_encoder", "load_media_encoder"]),
+        (WanVideo, ["load_prompt_encoder", "load_media_encoder"]),
     ):
         for name in names:
             monkeypatch.setattr(module, name, fail)
@@ -235,7 +238,7 @@ def test_a_killed_run_goes_on_where_it_was(script, tiny_qwen_image, tmp_path, tr
 
 
 def test_a_file_that_changes_while_the_run_reads_it_is_refused(train, data, monkeypatch):
-    read = train_qwen_image.read_picture
+    read = run_module.read_picture
 
     def read_and_change(row, record):
         pixels = read(row, record)
@@ -243,7 +246,7 @@ def test_a_file_that_changes_while_the_run_reads_it_is_refused(train, data, monk
             shutil.copy(data / "rocket.png", data / "coffee.png")
         return pixels
 
-    monkeypatch.setattr(train_qwen_image, "read_picture", read_and_change)
+    monkeypatch.setattr(run_module, "read_picture", read_and_change)
     with pytest.raises(RefusedError, match=r"coffee\.png changed while it was read"):
         train(data, *SIZE)
 
@@ -290,10 +293,10 @@ def test_pictures_stay_with_their_captions(train, tiny_qwen_image, tmp_path, mon
     assert weights(runs[0]) == weights(runs[1])
     trained = collections.Counter(name for line in metrics(runs[0]) for name in line["samples"])
     assert len(trained) == 7 and set(trained.values()) == {3} and len(expected) == 7
-    vae = train_qwen_image.pipeline.load_vae(tiny_qwen_image, device="cpu")
+    vae = QwenImage(tiny_qwen_image).load_media_encoder("cpu")
     for n in range(7):
         grey = images.to_tensor(Image.open(data / f"x{n}.png"))
-        latents = train_qwen_image.pipeline.encode_image(vae, grey)["latents"]
+        latents = encode_image(vae, grey)["latents"]
         assert torch.equal(expected[f"x{n}.png"]["latents"], latents)
 
 

@@ -19,7 +19,7 @@ from dataset.inspection import Item
 from dataset.metadata import Row
 from dataset.videos import _decide
 from runtime.errors import RefusedError
-from train_wan_video import FAMILY
+from train_wan_video import VALUES
 from training import arguments
 from training.arguments import FLAGS, parse_args, resolve_for_model
 from training.ema import WeightAverage
@@ -150,7 +150,7 @@ def test_the_test_exists_and_names_the_flag(flag):
 
 def parsed(*flags):
     required = ["--pretrained_model_name_or_path", "m", "--dataset_path", "d", "--output_dir", "o"]
-    args = parse_args([*required, *flags], description="", values=FAMILY, resolve=False)
+    args = parse_args([*required, *flags], description="", values=VALUES, resolve=False)
     values = {"divisor": 16, "height": 480, "width": 832, "num_frames": 81, "fps": 16.0, "tasks": ("t2v",)}
     resolve_for_model(args, values | {"experts": (), "lora_target_modules": "q,v"})
     return args
@@ -229,7 +229,7 @@ def modes(args):
 
 
 def average(args):
-    weights = MasterWeights(torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1))]))
+    weights = MasterWeights([torch.nn.Parameter(torch.zeros(1))])
     kept = WeightAverage(weights, args)
     for _ in range(9):
         weights.masters[0].data += 1

@@ -22,7 +22,7 @@ from dataset.images import cover_and_crop, open_image, to_tensor
 from dataset.metadata import Row
 from dataset.videos import read_clip
 from pipelines.qwen_image import encode_image, unpack_latents
-from pipelines.wan_video import encode_clip, load_clip_encoder
+from pipelines.wan_video import WanVideo, encode_clip
 
 
 def train(script, program, family, dataset, tmp_path, *flags):
@@ -93,7 +93,7 @@ def test_stock_pipeline_samples_the_clip(family, task, pipeline_class, script, c
     pipeline = pipeline_class.from_pretrained(model, transformer=transformer)
     pipeline.set_progress_bar_config(disable=True)
 
-    encoder, samples, targets = load_clip_encoder(model, device="cpu"), [], []
+    encoder, samples, targets = WanVideo(model).load_media_encoder("cpu"), [], []
     for index, path in enumerate(sorted(dataset.glob("*.mp4"))):
         caption = path.with_suffix(".txt").read_text()
         used = {"size": [64, 64], "frames": 9, "source_frames": list(range(9))}

@@ -47,7 +47,7 @@ def train(script, tiny_qwen_image, photos, tmp_path_factory):
         if not check:
             return script("train_qwen_image.py", *argv, check=False)
         with MemoryLog() as log:
-            train_qwen_image.main(parse_args([*map(str, argv)], description="", values=train_qwen_image.FAMILY), log)
+            train_qwen_image.main(parse_args([*map(str, argv)], description="", values=train_qwen_image.VALUES), log)
         return output_dir
 
     return run
@@ -480,6 +480,16 @@ def test_unreadable_pictures_are_all_named_before_models_load(train, model_witho
         (dataset / f"{name}.txt").write_text("x")
     done = train(*LORA, dataset=dataset, model=model_without_weights, check=False)
     assert done.returncode == 2 and "empty.png" in done.stderr and "cut.png" in done.stderr
+
+
+def test_conflict_with_the_accelerate_config(script, tiny_qwen_image, photos, tmp_path):
+    required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos, "--output_dir", tmp_path]
+    for variable, value, said in [
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed_precision is bf16"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8", "gradient_accumulation_steps is 8"),
+    ]:
+        done = script("train_qwen_image.py", *required, *LORA, check=False, env={variable: value})
+        assert done.returncode == 2 and said in done.stderr
 
 
 def test_lora_without_effect_ends_with_1(train):

@@ -20,10 +20,14 @@ import train_wan_video
 from blockwise import offload
 from blockwise.log import MemoryLog
 from dataset.batches import collate
+from pipelines import wan_video
+from pipelines.wan_video import WanVideo
 from runtime.errors import RefusedError
-from train_wan_video import FAMILY, WanVideoTrainingModule
-from training.arguments import parse_args
+from train_wan_video import VALUES
+from training import run as run_module
+from training.arguments import parse_args, resolve_for_model
 from training.export import LORA_FILE
+from training.module import DiffusionTrainingModule
 
 
 SMALL = ["--height", "64", "--width", "64", "--num_frames", "9", "--mixed_precision", "no", "--logging_steps", "3"]
@@ -57,7 +61,7 @@ def train(tiny_model, clips, tmp_path_factory):
         argv = ["--pretrained_model_name_or_path", model or tiny_model(family), "--dataset_path", dataset]
         argv = [*map(str, argv), "--output_dir", str(output_dir), "--cache_dir", str(cache), *flags]
         with MemoryLog() as log:
-            train_wan_video.main(parse_args(argv, description="", values=FAMILY, resolve=False), log)
+            train_wan_video.main(parse_args(argv, description="", values=VALUES, resolve=False), log)
         return output_dir
 
     return run
@@ -191,7 +195,7 @@ def test_in_bf16_the_transformer_gets_what_the_stock_pipeline_gives_it(name, tra
         seen.append(inputs)
         return model_fn(transformer, **inputs)
 
-    monkeypatch.setattr(train_wan_video.pipeline, "model_fn_wan_video", model_fn_wan_video)
+    monkeypatch.setattr(wan_video, "model_fn_wan_video", model_fn_wan_video)
     family, flags = VARIANTS[name]
     flags = [*SMALL[:-4], "--lora_rank", "2", "--max_train_steps", "1", *flags]
     assert "--mixed_precision" not in flags
@@ -289,7 +293,7 @@ def test_a_resumed_run_does_not_say_that_it_starts_from_a_lora(lora_run, train, 
 
 
 def test_nothing_of_the_first_expert_is_left_when_the_second_is_loaded(train, monkeypatch):
-    load, loaded, alive = train_wan_video.pipeline.load_transformer, [], []
+    load, loaded, alive = WanVideo.load_transformer, [], []
 
     def load_transformer(*args, **kwargs):
         alive.append([reference() is not None for reference in loaded])
@@ -297,15 +301,15 @@ def test_nothing_of_the_first_expert_is_left_when_the_second_is_loaded(train, mo
         loaded.extend(weakref.ref(tensor) for tensor in (transformer, *transformer.parameters()))
         return transformer
 
-    make_trainable = train_wan_video.make_trainable
+    make_trainable = run_module.make_trainable
 
     def add_adapters(transformer, *args):
         make_trainable(transformer, *args)
         if not transformer.patch_embedding.weight.is_meta:  # which the forecast is made with
             loaded.extend(weakref.ref(tensor) for name, tensor in transformer.named_parameters() if "lora" in name)
 
-    monkeypatch.setattr(train_wan_video.pipeline, "load_transformer", load_transformer)
-    monkeypatch.setattr(train_wan_video, "make_trainable", add_adapters)
+    monkeypatch.setattr(WanVideo, "load_transformer", load_transformer)
+    monkeypatch.setattr(run_module, "make_trainable", add_adapters)
     train("wan_t2v_a14b", *SMALL, "--lora_rank", "2", "--max_train_steps", "2", "--expert", "both",
           "--checkpointing_steps", "1")  # fmt: skip
     assert len(alive) == 2 and len(alive[1]) > 100 and not any(alive[1])
@@ -412,9 +416,9 @@ def test_the_first_latent_frame_is_clean_and_not_trained():
     ]
     batch = collate(samples)
     for clean in (True, False):
-        module = WanVideoTrainingModule(transformer, first_frame_is_clean=clean)
+        module = DiffusionTrainingModule(wan(clean), transformer)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_wan_video.pipeline, "model_fn_wan_video", forward)
+            patch.setattr(wan_video, "model_fn_wan_video", forward)
             loss = module(batch)
         gradient = torch.autograd.grad(loss, seen["prediction"])[0]
         sigma = batch["sigmas"].view(2, 1, 1, 1, 1)
@@ -433,6 +437,13 @@ def test_the_first_latent_frame_is_clean_and_not_trained():
             assert torch.equal(seen["timestep"], batch["sigmas"] * 1000) and gradient.all()
 
 
+def wan(cleans_first_frame=False):
+    """The family without a pipeline."""
+    family = object.__new__(WanVideo)
+    family.cleans_first_frame = cleans_first_frame
+    return family
+
+
 def test_condition_channels_follow_the_noisy_ones():
     """16 noisy, 4 mask, 16 condition (B90); image embeddings of all samples one after the other."""
     seen = {}
@@ -446,8 +457,8 @@ def test_condition_channels_follow_the_noisy_ones():
     }
     noisy = torch.randn(2, 16, 3, 4, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_wan_video.pipeline, "model_fn_wan_video", lambda _, **inputs: seen.update(inputs))
-        WanVideoTrainingModule(transformer).predict(noisy, torch.tensor([5.0, 7.0]), batch)
+        patch.setattr(wan_video, "model_fn_wan_video", lambda _, **inputs: seen.update(inputs))
+        wan().predict(transformer, noisy, torch.tensor([5.0, 7.0]), batch)
     assert torch.equal(seen["hidden_states"], torch.cat([noisy, batch["condition"]], 1))
     expected = [batch["image_embeds"][0, 0], batch["image_embeds"][0, 1], batch["image_embeds"][1, 0]]
     assert torch.equal(seen["encoder_hidden_states_image"][:3], torch.stack(expected))
@@ -514,7 +525,7 @@ def model_without_weights(tiny_model, tmp_path_factory):
         ("wan_t2v_a14b", ["--expert", "both", "--transformer_path", "."], "--transformer_path"),
         ("wan_t2v_a14b", ["--expert", "low_noise", "--min_sigma", "0.9"], "--min_sigma 0.9 .* from 0.0 to 0.875"),
         ("wan_t2v_a14b", ["--expert", "both", "--max_sigma", "0.8"], "--max_sigma 0.8 .* from 0.875 to 1.0"),
-        ("wan_i2v", ["--num_frames", "4"], "--num_frames is 1; with a frame given .i2v. at least 5"),
+        ("wan_i2v", ["--num_frames", "4"], "--num_frames is 1; with a frame given at least 5"),
         ("wan_t2v", ["--lora_target_modules", "to_q,patch_embedding"], "'patch_embedding' matches a Conv3d"),
         ("wan_t2v", ["--lora_target_modules", "proj_out"], "--lora_target_modules names no layer in a block"),
         ("wan_t2v", ["--lora_target_modules", "add_k_proj"], "'add_k_proj' matches no layer"),
@@ -549,9 +560,9 @@ def test_frame_counts(asked, used, caplog):
     """4n + 1; another number is rounded down, and both are named."""
     flags = ["--pretrained_model_name_or_path", "m", "--dataset_path", "d", "--output_dir", "o"]
     flags += ["--num_frames", str(asked)]
-    args = parse_args(flags, description="", values=FAMILY, resolve=False)
+    args = parse_args(flags, description="", values=VALUES, resolve=False)
     values = {"divisor": 16, "height": 480, "width": 832, "num_frames": 81, "fps": 16.0, "lora_target_modules": "to_q"}
-    train_wan_video.resolve_for_model(args, values | {"tasks": ("t2v",), "experts": ()})
+    resolve_for_model(args, values | {"tasks": ("t2v",), "experts": ()})
     assert args.num_frames == used and (used - 1) % 4 == 0
     assert (f"--num_frames {asked} is rounded down to {used}" in caplog.text) == (asked != used)
 

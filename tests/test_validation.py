@@ -16,7 +16,8 @@ import train_qwen_image
 import train_wan_video
 from blockwise import offload
 from dataset.draws import Draw
-from pipelines.wan_video import NEGATIVE_PROMPT
+from pipelines.qwen_image import QwenImage
+from pipelines.wan_video import NEGATIVE_PROMPT, WanVideo
 from runtime.errors import RefusedError, StoppedError, exit_codes
 from training import validation
 from training.arguments import parse_args
@@ -73,14 +74,14 @@ def files_in(folder):
 def sampled(monkeypatch):
     """The frames of each preview as the stock pipeline gave them. To sample draws random numbers, as it may."""
     frames = []
-    for script in SCRIPTS.values():
+    for family in (QwenImage, WanVideo):
 
-        def spy(*args, sample=script.pipeline.sample, **kwargs):
+        def spy(*args, sample=family.sample, **kwargs):
             torch.rand(5)
             frames.append(sample(*args, **kwargs))
             return frames[-1]
 
-        monkeypatch.setattr(script.pipeline, "sample", spy)
+        monkeypatch.setattr(family, "sample", staticmethod(spy))
     return frames
 
 
@@ -148,12 +149,12 @@ def test_previews_that_fail_cost_nothing(train, tmp_path, monkeypatch):
     """Neither the checkpoint of their step nor the result; and when it is resumed, what is missing is made."""
     flags = [*flags_of("qwen_image"), "--max_train_steps", "4", *PROMPT]
     plain = train("qwen_image", *flags_of("qwen_image"), "--max_train_steps", "4")
-    folder, sample = tmp_path / "out", train_qwen_image.pipeline.sample
+    folder, sample = tmp_path / "out", QwenImage.sample
 
     def fail(*args, **kwargs):
         raise ValueError("no preview")
 
-    monkeypatch.setattr(train_qwen_image.pipeline, "sample", fail)
+    monkeypatch.setattr(QwenImage, "sample", staticmethod(fail))
     saving = ["--validation_steps", "2", "--checkpointing_steps", "2"]
     with pytest.raises(ValueError, match="no preview"):
         train("qwen_image", *flags, *saving, output_dir=folder)
@@ -163,7 +164,7 @@ def test_previews_that_fail_cost_nothing(train, tmp_path, monkeypatch):
         train("qwen_image", *flags, "--checkpointing_steps", "2", *latest, output_dir=folder)
     assert results(folder) == results(plain)
     shutil.rmtree(folder / "checkpoint-4")
-    monkeypatch.setattr(train_qwen_image.pipeline, "sample", sample)
+    monkeypatch.setattr(QwenImage, "sample", staticmethod(sample))
     train("qwen_image", *flags, *saving, *latest, output_dir=folder)
     shown = [name for name in files_in(folder / "validation") if "grid" in name]
     assert shown == ["step-2/grid.png", "step-4/grid.png"] and results(folder) == results(plain)
@@ -174,7 +175,7 @@ def test_a_signal_ends_previews_and_saves(train, tmp_path, monkeypatch):
     flags = [*flags_of("qwen_image"), "--max_train_steps", "4", *PROMPT, "--validation_steps", "2"]
     flags += ["--validation_prompt", "a dog", "--num_inference_steps", "9"]
     whole, folder, steps = train("qwen_image", *flags), tmp_path / "out", []
-    sample = train_qwen_image.pipeline.sample
+    sample = QwenImage.sample
 
     def interrupted(pipeline, *args, callback_on_step_end, **kwargs):
         def look(*state):
@@ -185,7 +186,7 @@ def test_a_signal_ends_previews_and_saves(train, tmp_path, monkeypatch):
 
         return sample(pipeline, *args, callback_on_step_end=look, **kwargs)
 
-    monkeypatch.setattr(train_qwen_image.pipeline, "sample", interrupted)
+    monkeypatch.setattr(QwenImage, "sample", staticmethod(interrupted))
     with pytest.raises(StoppedError, match="stopped by SIGTERM after step 2; checkpoint-2 is complete"):
         train("qwen_image", *flags, output_dir=folder)
     assert steps == [0, 1, 2] and not list((folder / "validation").rglob("*.png"))
@@ -575,4 +576,4 @@ def test_pictures_that_do_not_fit_the_model(
 def test_refused_by_the_command_line(flags, said):
     required = ["--pretrained_model_name_or_path", "m", "--dataset_path", "d", "--output_dir", "o"]
     with pytest.raises(RefusedError, match=said):
-        parse_args([*required, *flags], description="", values=train_wan_video.FAMILY, resolve=False)
+        parse_args([*required, *flags], description="", values=train_wan_video.VALUES, resolve=False)

@@ -21,41 +21,47 @@ class DiffusionTrainingModule(nn.Module):
     This is what `accelerator.prepare` gets, so that the hooks of DDP and ZeRO see every block.
 
     Args:
+        family (`Family`): Predicts with it.
         transformer (`nn.Module`): Model of diffusers.
         loss_weighting (`str`): See `flow_losses`.
+        use_gradient_checkpointing, use_gradient_checkpointing_offload (`bool` or one per block): For its `model_fn`.
 
     Attributes:
         sample_losses (`torch.Tensor` of shape (B,), or None): Of the last micro-batch, to name samples by.
     """
 
-    def __init__(self, transformer, *, loss_weighting="none"):
+    def __init__(
+        self,
+        family,
+        transformer,
+        *,
+        loss_weighting="none",
+        use_gradient_checkpointing=False,
+        use_gradient_checkpointing_offload=False,
+    ):
         super().__init__()
-        self.transformer = transformer
-        self.loss_weighting = loss_weighting
+        self.family, self.transformer, self.loss_weighting = family, transformer, loss_weighting
+        self.use_gradient_checkpointing = use_gradient_checkpointing
+        self.use_gradient_checkpointing_offload = use_gradient_checkpointing_offload
         self.sample_losses = None
 
     def predict(self, noisy_latents, timestep, batch):
-        """Predict the flow.
-
-        Args:
-            noisy_latents (`torch.Tensor` of shape (B, C, ...)): fp32.
-            timestep (`torch.Tensor` of shape (B,)): fp32, in [0, 1000].
-            batch (`dict`): From `collate`.
-
-        Returns:
-            `torch.Tensor` of the shape of `noisy_latents`.
-        """
-        raise NotImplementedError
-
-    def trained_part(self, flow):
-        """Return the part of `flow` (B, C, ...) that the loss looks at: all that the model is given with noise."""
-        return flow
+        """Predict the flow; see `Family.predict`."""
+        # Not by a `dict`, which would keep the arguments alive for as long as the call lasts.
+        return self.family.predict(
+            self.transformer,
+            noisy_latents,
+            timestep,
+            batch,
+            use_gradient_checkpointing=self.use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=self.use_gradient_checkpointing_offload,
+        )
 
     def losses(self, batch, loss_weighting="none"):
         """Return the loss (fp32) of each sample of a micro-batch from `collate`, of shape (B,)."""
         latents, noise, sigmas = batch["latents"], batch["noise"], batch["sigmas"]
         prediction = self.predict(add_noise(latents, noise, sigmas), sigmas * 1000, batch)
-        prediction, target = self.trained_part(prediction), self.trained_part(flow_target(latents, noise))
+        prediction, target = map(self.family.trained_part, (prediction, flow_target(latents, noise)))
         return flow_losses(prediction, target, sigmas, loss_weighting)
 
     def forward(self, batch):

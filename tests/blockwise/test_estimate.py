@@ -15,10 +15,10 @@ from blockwise.checkpointing import gradient_checkpoint_forward
 from blockwise.estimate import StepProfile, fake_tensors, optimizer_bytes, peak_of, without_content
 from blockwise.plan import MemoryPlan
 from blockwise.tracking import LiveBytes
-from pipelines.qwen_image import never_trained_modules
-from train_qwen_image import FAMILY, QwenImageTrainingModule
-from train_wan_video import WanVideoTrainingModule
-from training.module import find_lora_targets, make_trainable
+from pipelines.qwen_image import QwenImage, never_trained_modules
+from pipelines.wan_video import WanVideo
+from train_qwen_image import VALUES
+from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable
 
 
 WAN_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
@@ -35,8 +35,8 @@ def wan_video(num_layers):
 
 
 FAMILIES = {
-    "qwen": (qwen_image, QwenImageTrainingModule, "transformer_blocks", (16,), (20, 64)),
-    "wan": (wan_video, WanVideoTrainingModule, "blocks", (16, 3), (512, 32)),
+    "qwen": (qwen_image, QwenImage, "transformer_blocks", (16,), (20, 64)),
+    "wan": (wan_video, WanVideo, "blocks", (16, 3), (512, 32)),
 }
 
 
@@ -46,7 +46,7 @@ def prepared(family, num_layers, mode, dropout):
     never_trained = never_trained_modules(transformer) if family == "qwen" else []
     names = never_trained
     if mode == "lora":
-        wanted = FAMILY["lora_target_modules"].split(",") if family == "qwen" else WAN_TARGETS
+        wanted = VALUES["lora_target_modules"].split(",") if family == "qwen" else WAN_TARGETS
         names = find_lora_targets(transformer, wanted, never_trained=never_trained)
     args = argparse.Namespace(training_mode=mode, lora_rank=8, lora_alpha=8.0, lora_dropout=dropout, seed=0)
     make_trainable(transformer, args, names)
@@ -68,13 +68,15 @@ def park_small_tensors(monkeypatch):
 
 
 def predicted_and_measured(family, mode, modes, *, batch_size, side, dropout=0.0, gradients_exist=False):
-    _, module_class, block_list, *_ = FAMILIES[family]
+    _, family_class, block_list, *_ = FAMILIES[family]
     num_layers = len(modes)
 
     def build(recompute):
         with init_empty_weights():
             transformer = prepared(family, min(num_layers, 3), mode, dropout)
-        module = module_class(transformer, use_gradient_checkpointing=recompute).train()
+        module = DiffusionTrainingModule(
+            object.__new__(family_class), transformer, use_gradient_checkpointing=recompute
+        ).train()
 
         def make_step():
             batch = batch_of(family, batch_size, side)
@@ -85,7 +87,7 @@ def predicted_and_measured(family, mode, modes, *, batch_size, side, dropout=0.0
     profile = StepProfile({block_list: num_layers}, build, device_type="cpu")
     plan = MemoryPlan({block_list: modes})
     transformer = prepared(family, num_layers, mode, dropout)
-    module = module_class(transformer, **plan.arguments(block_list)).train()
+    module = DiffusionTrainingModule(object.__new__(family_class), transformer, **plan.arguments(block_list)).train()
     batch = batch_of(family, batch_size, side)
     with LiveBytes() as live:
         for _ in range(2):  # in the first step tables are cached, and shared tensors are not known yet

@@ -12,7 +12,7 @@ from torch import nn
 
 from blockwise import offload
 from blockwise.plan import MemoryPlan
-from pipelines import qwen_image
+from pipelines import loading, qwen_image
 from pipelines.qwen_image import model_fn_qwen_image
 
 
@@ -183,7 +183,7 @@ PROMPTS = ["a cat", "", " ", "Ein Schild: «Grüße» 猫 \n new line", "long " 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
 def test_prompt_embeddings_equal_the_stock_pipeline(prompt, stock_pipeline, tiny_qwen_image):
-    encoder = qwen_image.load_prompt_encoder(tiny_qwen_image, device="cpu")
+    encoder = qwen_image.QwenImage(tiny_qwen_image).load_prompt_encoder("cpu")
     with torch.no_grad():
         expected, mask = stock_pipeline.encode_prompt(prompt)
     ours = qwen_image.encode_prompt(encoder, prompt)
@@ -195,7 +195,7 @@ def test_prompt_embeddings_equal_the_stock_pipeline(prompt, stock_pipeline, tiny
 
 def test_latents_decode_as_the_stock_pipeline_expects(tiny_qwen_image):
     """What `encode_image` makes is what the pipeline, given latents, takes back to the VAE's own."""
-    vae = qwen_image.load_vae(tiny_qwen_image, device="cpu")
+    vae = qwen_image.QwenImage(tiny_qwen_image).load_media_encoder("cpu")
     assert vae.dtype == torch.float32
     pixels = torch.rand(2, 3, 48, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
     latents = torch.stack([qwen_image.encode_image(vae, picture)["latents"] for picture in pixels])
@@ -227,7 +227,7 @@ def test_pack_and_unpack(height, width, stock_pipeline):
 
 @pytest.mark.parametrize("side, factor", [(512, 1.71), (1024, 2.00), (1328, 2.30)])
 def test_sigma_shift_is_that_of_the_scheduler(side, factor, tiny_qwen_image):
-    scheduler = qwen_image.load_scheduler(tiny_qwen_image)
+    scheduler = qwen_image.QwenImage(tiny_qwen_image).scheduler
     shift = qwen_image.sigma_shift(scheduler, side, side)
     assert round(shift, 2) == factor
     reference = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config, shift_terminal=None)
@@ -241,14 +241,19 @@ def test_sigma_shift_is_that_of_the_scheduler(side, factor, tiny_qwen_image):
 
 def test_transformer_from_a_folder_and_from_one_file(tiny_qwen_image, tmp_path):
     model = str(tiny_qwen_image)
-    original = qwen_image.load_transformer(model, dtype=torch.float32)
+    original = loading.load_transformer(qwen_image.QwenImage.parts["transformer"][0], model, dtype=torch.float32)
     weights = {name: tensor + 1 for name, tensor in original.state_dict().items()}
     changed = QwenImageTransformer2DModel.from_config(original.config)
     changed.load_state_dict(weights)
     changed.save_pretrained(tmp_path / "transformer")
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, tmp_path / "one.safetensors")
     for path in ("transformer", "one.safetensors"):
-        loaded = qwen_image.load_transformer(model, dtype=torch.float32, transformer_path=str(tmp_path / path))
+        loaded = loading.load_transformer(
+            qwen_image.QwenImage.parts["transformer"][0],
+            model,
+            dtype=torch.float32,
+            transformer_path=str(tmp_path / path),
+        )
         for name, tensor in loaded.state_dict().items():
             assert torch.equal(tensor, weights[name]), name
     assert set(load_file(tmp_path / "one.safetensors")) == set(weights)
@@ -256,7 +261,7 @@ def test_transformer_from_a_folder_and_from_one_file(tiny_qwen_image, tmp_path):
 
 def test_incomplete_weights_are_noticed_before_they_load(tiny_qwen_image, tmp_path):
     model = str(tiny_qwen_image)
-    qwen_image.check_weights(model, ("transformer",))
+    loading.check_weights(qwen_image.QwenImage.parts, model, ("transformer",))
     weights = load_file(tiny_qwen_image / "transformer" / "diffusion_pytorch_model.safetensors")
     save_file(
         {f"model.diffusion_model.{name}": tensor for name, tensor in weights.items()}, tmp_path / "p.safetensors"
@@ -267,18 +272,27 @@ def test_incomplete_weights_are_noticed_before_they_load(tiny_qwen_image, tmp_pa
     (tmp_path / "empty").mkdir()
     for path, said in [("p", "lacks"), ("cut", "lacks 1 of .* proj_out.bias"), ("text", "not a safetensors file")]:
         with pytest.raises(ValueError, match=said):
-            qwen_image.check_weights(model, ("transformer",), transformer_path=str(tmp_path / f"{path}.safetensors"))
+            loading.check_weights(
+                qwen_image.QwenImage.parts,
+                model,
+                ("transformer",),
+                transformer_path=str(tmp_path / f"{path}.safetensors"),
+            )
     with pytest.raises(OSError, match="there is no .*empty.config.json"):
-        qwen_image.check_weights(model, ("transformer",), transformer_path=str(tmp_path / "empty"))
+        loading.check_weights(
+            qwen_image.QwenImage.parts, model, ("transformer",), transformer_path=str(tmp_path / "empty")
+        )
 
 
 @pytest.mark.parametrize("name", ["[a]", "a*b", "a?b"])
 def test_the_path_of_weights_is_no_pattern(tiny_qwen_image, tmp_path, name):
     shutil.copytree(tiny_qwen_image, tmp_path / name)
-    qwen_image.check_pipeline(str(tmp_path / name))
-    here = qwen_image.check_weights(str(tmp_path / name), ("transformer",), required=True)
+    loading.check_pipeline(qwen_image.QwenImage.pipelines, qwen_image.QwenImage.parts, str(tmp_path / name))
+    here = loading.check_weights(qwen_image.QwenImage.parts, str(tmp_path / name), ("transformer",), required=True)
     path = str(tmp_path / name / "transformer")
-    assert here == qwen_image.check_weights(str(tiny_qwen_image), ("transformer",), transformer_path=path)
+    assert here == loading.check_weights(
+        qwen_image.QwenImage.parts, str(tiny_qwen_image), ("transformer",), transformer_path=path
+    )
 
 
 def test_never_trained_modules_are_those_without_gradient():
@@ -292,7 +306,9 @@ def test_never_trained_modules_are_those_without_gradient():
 
 
 def test_skeleton_has_the_names_without_the_weights(tiny_qwen_image):
-    skeleton = qwen_image.load_transformer_skeleton(str(tiny_qwen_image))
-    whole = qwen_image.load_transformer(str(tiny_qwen_image), dtype=torch.float32)
+    skeleton = loading.load_transformer_skeleton(qwen_image.QwenImage.parts["transformer"][0], str(tiny_qwen_image))
+    whole = loading.load_transformer(
+        qwen_image.QwenImage.parts["transformer"][0], str(tiny_qwen_image), dtype=torch.float32
+    )
     assert list(skeleton.state_dict()) == list(whole.state_dict())
     assert all(parameter.is_meta for parameter in skeleton.parameters())

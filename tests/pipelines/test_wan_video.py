@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from blockwise import offload
-from pipelines import wan_video
+from pipelines import loading, wan_video
 from pipelines.wan_video import model_fn_wan_video
 
 
@@ -103,7 +103,9 @@ def test_model_fn_equals_stock_forward_and_gradients(kind, batch_size, mode, dty
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_fn_equals_stock_forward_in_bf16_as_loaded(family, tiny_model):
     """`from_pretrained` keeps some modules in fp32."""
-    transformer = wan_video.load_transformer(str(tiny_model(family)), dtype=torch.bfloat16)
+    transformer = loading.load_transformer(
+        wan_video.WanVideo.parts["transformer"][0], str(tiny_model(family)), dtype=torch.bfloat16
+    )
     assert {p.dtype for p in transformer.parameters()} == {torch.bfloat16, torch.float32}
     config = transformer.config
     generator = torch.Generator().manual_seed(0)
@@ -136,7 +138,9 @@ def test_memory_argument_of_wrong_length():
 
 def test_one_timestep_per_sample_equals_one_per_token(tiny_model):
     """TI2V-5B from text: stock sampling repeats the timestep per token; the bound is 1e-5 of the output, in fp32."""
-    transformer = wan_video.load_transformer(str(tiny_model("wan_ti2v")), dtype=torch.float32)
+    transformer = loading.load_transformer(
+        wan_video.WanVideo.parts["transformer"][0], str(tiny_model("wan_ti2v")), dtype=torch.float32
+    )
     generator = torch.Generator().manual_seed(0)
     inputs = {
         "hidden_states": torch.randn(2, 48, 3, 4, 6, generator=generator),
@@ -164,7 +168,7 @@ def test_one_timestep_per_sample_equals_one_per_token(tiny_model):
     ],
 )
 def test_variant(family, tasks, boundary, divisor, size, tiny_model):
-    variant = wan_video.find_variant(str(tiny_model(family)))
+    variant = wan_video.WanVideo(str(tiny_model(family))).variant
     assert (variant.tasks, variant.boundary_ratio, variant.divisor) == (tasks, boundary, divisor)
     assert (variant.height, variant.width, variant.num_frames, variant.fps) == size
     assert variant.expand_timesteps == (family == "wan_ti2v")
@@ -190,7 +194,7 @@ def test_experts_are_where_the_stock_pipeline_has_them(tiny_model):
             with_kwargs=True,
         )
     pipeline("", height=16, width=16, num_frames=1, num_inference_steps=12, output_type="latent")
-    variant = wan_video.find_variant(str(folder))
+    variant = wan_video.WanVideo(str(folder)).variant
     for expert in variant.experts:
         low, high = variant.sigma_range(expert)
         timesteps = used[wan_video.transformer_subfolder(expert)]
@@ -199,7 +203,7 @@ def test_experts_are_where_the_stock_pipeline_has_them(tiny_model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_lora_targets_are_in_every_block_and_only_there(family, tiny_model):
-    skeleton = wan_video.load_transformer_skeleton(str(tiny_model(family)))
+    skeleton = loading.load_transformer_skeleton(wan_video.WanVideo.parts["transformer"][0], str(tiny_model(family)))
     targets = wan_video.default_lora_targets(skeleton)
     found = {n for n, m in skeleton.named_modules() if any(n.endswith("." + target) for target in targets)}
     assert all(isinstance(skeleton.get_submodule(name), nn.Linear) and name.startswith("blocks.") for name in found)
@@ -209,9 +213,9 @@ def test_default_lora_targets_are_in_every_block_and_only_there(family, tiny_mod
 
 def test_other_pipelines_are_refused(tiny_qwen_image, tiny_model, tmp_path):
     with pytest.raises(ValueError, match="QwenImagePipeline; allowed are WanPipeline"):
-        wan_video.find_variant(str(tiny_qwen_image))
+        wan_video.WanVideo(str(tiny_qwen_image))
     with pytest.raises(ValueError, match="QwenImageTransformer2DModel; allowed is WanTransformer3DModel"):
-        wan_video.load_transformer_skeleton(str(tiny_qwen_image))
+        loading.load_transformer_skeleton(wan_video.WanVideo.parts["transformer"][0], str(tiny_qwen_image))
 
 
 # ---------------------------------------------------------------- text
@@ -229,7 +233,7 @@ PROMPTS = [
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_prompt_embeds_equal_those_of_the_stock_call(prompt, tiny_model):
     """What reaches the transformer in a stock sampling, which also says how long the text is padded."""
-    encoder = wan_video.load_prompt_encoder(tiny_model("wan_t2v"), device="cpu", dtype=torch.float32)
+    encoder = wan_video.WanVideo(tiny_model("wan_t2v")).load_parts(("text_encoder", "tokenizer"))
     ours = wan_video.encode_prompt(encoder, prompt)
     pipeline = DiffusionPipeline.from_pretrained(tiny_model("wan_t2v"))
     pipeline.set_progress_bar_config(disable=True)
@@ -247,7 +251,7 @@ def test_prompt_embeds_equal_those_of_the_stock_call(prompt, tiny_model):
 
 
 def test_text_encoder_is_in_bf16_by_default(tiny_model):
-    encoder = wan_video.load_prompt_encoder(tiny_model("wan_t2v"), device="cpu")
+    encoder = wan_video.WanVideo(tiny_model("wan_t2v")).load_prompt_encoder("cpu")
     assert wan_video.encode_prompt(encoder, "a cat").dtype == torch.bfloat16
 
 
@@ -294,7 +298,7 @@ def test_condition_equals_that_of_a_stock_sampling(family, num_frames, tiny_mode
     if task == "flf2v" and num_frames == 1:
         pytest.skip("a first and a last frame are two")
     clip = random_clip(num_frames, 32, 48)
-    encoder = wan_video.load_clip_encoder(tiny_model(family), device="cpu")
+    encoder = wan_video.WanVideo(tiny_model(family)).load_media_encoder("cpu")
     sample = wan_video.encode_clip(encoder, clip, task=task)
     stock = stock_inputs(tiny_model(family), clip, task)
     frames = (num_frames - 1) // 4 + 1
@@ -318,7 +322,7 @@ def test_condition_equals_that_of_a_stock_sampling(family, num_frames, tiny_mode
 def test_first_latent_frame_equals_that_of_a_stock_sampling(num_frames, tiny_model):
     """TI2V-5B from image to video: hidden states and timesteps of the first frame, as they reach the transformer."""
     clip = random_clip(num_frames, 64, 32)
-    encoder = wan_video.load_clip_encoder(tiny_model("wan_ti2v"), device="cpu")
+    encoder = wan_video.WanVideo(tiny_model("wan_ti2v")).load_media_encoder("cpu")
     sample = wan_video.encode_clip(encoder, clip, task="i2v")
     stock = stock_inputs(tiny_model("wan_ti2v"), clip, "i2v")
     assert set(sample) == {"latents"} and sample["latents"].shape == (48, (num_frames - 1) // 4 + 1, 4, 2)
@@ -336,7 +340,7 @@ def test_first_latent_frame_equals_that_of_a_stock_sampling(num_frames, tiny_mod
 @pytest.mark.parametrize("family", ["wan_t2v", "wan_ti2v"])
 def test_latents_decode_as_the_stock_pipeline_expects(family, tiny_model):
     """What `encode_clip` makes is what the pipeline, given latents, takes back to the VAE's own."""
-    encoder = wan_video.load_clip_encoder(tiny_model(family), device="cpu")
+    encoder = wan_video.WanVideo(tiny_model(family)).load_media_encoder("cpu")
     assert encoder.vae.dtype == torch.float32
     clip = random_clip(9, 64, 32)
     latents = wan_video.encode_clip(encoder, clip, task="t2v")["latents"]
@@ -424,16 +428,22 @@ def original_layout(state_dict):
 def test_transformer_from_a_folder_and_from_one_file(family, dtype, tiny_model, tmp_path):
     """From a file in the authors' or diffusers' names the same bits, dtypes and buffers as from a folder."""
     model = str(tiny_model(family))
-    original = wan_video.load_transformer(model, dtype=torch.float32)
+    original = loading.load_transformer(wan_video.WanVideo.parts["transformer"][0], model, dtype=torch.float32)
     weights = {name: tensor + 1 for name, tensor in original.state_dict().items()}
     original.load_state_dict(weights)
     original.save_pretrained(tmp_path / "transformer")
     save_file(original_layout(weights), tmp_path / "one.safetensors")
     save_file(weights, tmp_path / "two.SAFETENSORS")
     places = [str(tmp_path / path) for path in ("transformer", "one.safetensors", "two.SAFETENSORS")]
-    digests = [wan_video.check_weights(model, ("transformer",), transformer_path=path) for path in places]
+    digests = [
+        loading.check_weights(wan_video.WanVideo.parts, model, ("transformer",), transformer_path=path)
+        for path in places
+    ]
     assert digests[0] == digests[1] == digests[2]
-    folder, *files = (wan_video.load_transformer(model, dtype=dtype, transformer_path=path) for path in places)
+    folder, *files = (
+        loading.load_transformer(wan_video.WanVideo.parts["transformer"][0], model, dtype=dtype, transformer_path=path)
+        for path in places
+    )
     assert all(torch.equal(tensor, weights[name].to(tensor.dtype)) for name, tensor in folder.state_dict().items())
     for file in files:
         assert not file.training
@@ -457,22 +467,31 @@ def test_bad_files_are_refused(tiny_model, tmp_path):
         ("shape", r"proj_out.bias has the shape \(3,\), and the model has \(64,\)"),
     ):
         with pytest.raises(ValueError, match=said):
-            wan_video.check_weights(model, ("transformer",), transformer_path=str(tmp_path / f"{path}.safetensors"))
+            loading.check_weights(
+                wan_video.WanVideo.parts,
+                model,
+                ("transformer",),
+                transformer_path=str(tmp_path / f"{path}.safetensors"),
+            )
 
 
 @pytest.mark.parametrize("pipeline, other", [("wan_t2v", "wan_i2v"), ("wan_i2v", "wan_flf2v"), ("wan_i2v", "wan_t2v")])
 def test_a_transformer_with_other_inputs_is_refused(pipeline, other, tiny_model):
     path = str(tiny_model(other) / "transformer")
     with pytest.raises(ValueError, match="(in_channels|pos_embed_seq_len) .* which it is to replace"):
-        wan_video.load_transformer_skeleton(str(tiny_model(pipeline)), transformer_path=path)
+        loading.load_transformer_skeleton(
+            wan_video.WanVideo.parts["transformer"][0], str(tiny_model(pipeline)), transformer_path=path
+        )
 
 
 def test_weights_of_each_expert_are_checked(tiny_model, tmp_path):
     model = tiny_model("wan_t2v_a14b")
-    both = wan_video.check_weights(str(model), ("transformer", "transformer_2"))
+    both = loading.check_weights(wan_video.WanVideo.parts, str(model), ("transformer", "transformer_2"))
     assert both["transformer"] != both["transformer_2"]
     for name in ("model_index.json", "transformer"):
         (tmp_path / name).symlink_to(model / name)
-    assert wan_video.check_weights(str(tmp_path), ("transformer",)) == {"transformer": both["transformer"]}
+    assert loading.check_weights(wan_video.WanVideo.parts, str(tmp_path), ("transformer",)) == {
+        "transformer": both["transformer"]
+    }
     with pytest.raises(OSError, match="transformer_2"):
-        wan_video.check_weights(str(tmp_path), ("transformer_2",), required=True)
+        loading.check_weights(wan_video.WanVideo.parts, str(tmp_path), ("transformer_2",), required=True)

@@ -38,14 +38,14 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 49672
 
 
 def pipeline_of(family):
-    return qwen_image if family == "qwen_image" else wan_video
+    return qwen_image.QwenImage if family == "qwen_image" else wan_video.WanVideo
 
 
 def check(family, model, **kwargs):
     """What both scripts do before anything else is read."""
     pipeline = pipeline_of(family)
-    loading.check_pipeline(pipeline.PIPELINES, pipeline.PARTS, str(model))
-    return pipeline.check_weights(str(model), READS[family], **kwargs)
+    loading.check_pipeline(pipeline.pipelines, pipeline.parts, str(model))
+    return loading.check_weights(pipeline.parts, str(model), READS[family], **kwargs)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_tensors_without_a_place_are_refused(family, part, copy_of):
     for change, said in DAMAGES.values():
         save_file(change(dict(tensors)), file)
         with pytest.raises(ValueError, match=f"{part}.* {said}"):
-            pipeline_of(family).check_weights(str(model), (part,))
+            loading.check_weights(pipeline_of(family).parts, str(model), (part,))
 
 
 @pytest.mark.parametrize("family, part", PARTS)
@@ -123,16 +123,18 @@ def test_files_that_are_not_whole_are_refused(family, part, copy_of):
     ):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=f"{part}.*{said}"):
-            pipeline_of(family).check_weights(str(model), (part,))
+            loading.check_weights(pipeline_of(family).parts, str(model), (part,))
     file.unlink()
     hub = {"revision": None, "variant": None}
     checked = check(family, model)
     assert part not in checked
     with pytest.raises(OSError, match=f"no file of weights in .*{part}"):
-        pipeline_of(family).fetch_weights(str(model), READS[family], checked, **hub)
+        loading.fetch_weights(pipeline_of(family).parts, str(model), READS[family], checked, **hub)
     file.write_bytes(whole)
     checked = check(family, model)
-    assert part in checked and checked == pipeline_of(family).fetch_weights(str(model), READS[family], checked, **hub)
+    assert part in checked and checked == loading.fetch_weights(
+        pipeline_of(family).parts, str(model), READS[family], checked, **hub
+    )
 
 
 @pytest.mark.parametrize("family", READS)
@@ -171,8 +173,7 @@ def test_files_that_make_no_sense_are_refused(family, copy_of):
         (model / name).write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=rf"its .*{name.split('/')[0]}.* cannot be understood \((\w+): "):
             check(family, model)
-            pipeline.load_transformer_skeleton(str(model))
-            pipeline.load_tokenizer(str(model))
+            pipeline(str(model))
         (model / name).write_text(whole)
 
 
@@ -184,8 +185,8 @@ def test_dtypes_that_are_accepted_are_cast(family, part, dtype, copy_of):
     file = model / part / PARTS[family, part]
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
     save_file(tensors, file)
-    pipeline_of(family).check_weights(str(model), (part,))
-    loaded = pipeline_of(family).PARTS[part][0].from_pretrained(model, subfolder=part, dtype=torch.float32)
+    loading.check_weights(pipeline_of(family).parts, str(model), (part,))
+    loaded = pipeline_of(family).parts[part][0].from_pretrained(model, subfolder=part, dtype=torch.float32)
     state_dict = loaded.state_dict()
     placed = tensors.keys() & state_dict.keys()
     assert len(placed) > len(tensors) / 2 or part == "text_encoder"
@@ -197,10 +198,10 @@ def test_dtypes_that_are_accepted_are_cast(family, part, dtype, copy_of):
 def test_files_are_found_as_loaders_find_them(family, part, copy_of):
     """Shards with an index, variants, .bin; digests tell the weights, not the files."""
     model = copy_of(family)
-    file, model_class = model / part / PARTS[family, part], pipeline_of(family).PARTS[part][0]
+    file, model_class = model / part / PARTS[family, part], pipeline_of(family).parts[part][0]
 
     def check_one(**kwargs):
-        return pipeline_of(family).check_weights(str(model), (part,), **kwargs)[part]
+        return loading.check_weights(pipeline_of(family).parts, str(model), (part,), **kwargs)[part]
 
     before = check_one()
     tensors = load_file(file)
@@ -267,7 +268,7 @@ def test_names_that_transformers_renames_have_a_place(tiny_model, tmp_path):
             others += [prefixed, prefixed | {"vision_model.embeddings.position_ids": torch.arange(257)[None]}]
         for tensors in others:
             save_file(tensors, file)
-            pipeline_of(family).check_weights(str(model), (part,))
+            loading.check_weights(pipeline_of(family).parts, str(model), (part,))
             again = model_class.from_pretrained(model, subfolder=part).state_dict()
             assert all(torch.equal(again[name], tensor) for name, tensor in as_named.items())
 
@@ -280,7 +281,7 @@ def test_the_image_encoder_that_is_published(copy_of):
     def encode(name):
         (model / "model_index.json").write_text(json.dumps(index | {"image_encoder": ["transformers", name]}))
         assert "image_encoder" in check("wan_flf2v", model)
-        encoder = wan_video.load_clip_encoder(str(model), device="cpu")
+        encoder = wan_video.WanVideo(str(model)).load_media_encoder("cpu")
         clip = torch.linspace(-1, 1, 3 * 5 * 32 * 32).reshape(3, 5, 32, 32)
         return wan_video.encode_clip(encoder, clip, task="flf2v")["image_embeds"]
 
@@ -299,7 +300,8 @@ def test_a_single_file_or_folder_beside_the_pipeline(family, tiny_model, tmp_pat
     model, pipeline = str(tiny_model(family)), pipeline_of(family)
 
     def check_path(path, **kwargs):
-        return pipeline.check_weights(model, ("transformer",), transformer_path=str(path), **kwargs)["transformer"]
+        digests = loading.check_weights(pipeline.parts, model, ("transformer",), transformer_path=str(path), **kwargs)
+        return digests["transformer"]
 
     tensors = load_file(tiny_model(family) / "transformer" / "diffusion_pytorch_model.safetensors")
     folder = shutil.copytree(tiny_model(family) / "transformer", tmp_path / "folder")
@@ -318,7 +320,7 @@ def test_a_single_file_or_folder_beside_the_pipeline(family, tiny_model, tmp_pat
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for path, said in (("model.gguf", "neither a folder nor a file"), ("none", "there is no folder")):
         with pytest.raises((OSError, ValueError), match=said):
-            pipeline.load_transformer_skeleton(model, transformer_path=str(tmp_path / path))
+            pipeline(model, transformer_path=str(tmp_path / path))
 
 
 def test_quantised_parts_are_refused(copy_of):
@@ -368,7 +370,7 @@ def test_other_parts_are_refused(family, part, copy_of):
         check(family, model)
     index_file.write_text(json.dumps({key: value for key, value in index.items() if key != part}))
     if part in ("transformer_2", "image_encoder"):
-        loading.check_pipeline(wan_video.PIPELINES, wan_video.PARTS, str(model))
+        loading.check_pipeline(wan_video.WanVideo.pipelines, wan_video.WanVideo.parts, str(model))
     else:
         with pytest.raises(ValueError, match=f"its {part} is a None; allowed is"):
             check(family, model)
@@ -420,8 +422,8 @@ def test_a_pipeline_on_the_hub(tiny_qwen_image, tmp_path, monkeypatch):
     content = weights.read_bytes()
     weights.unlink()
     hub, reads = {"revision": None, "variant": None}, READS["qwen_image"]
-    qwen_image.check_pipeline("owner/tiny", **hub)
-    some = qwen_image.check_weights("owner/tiny", reads, **hub)
+    loading.check_pipeline(qwen_image.QwenImage.pipelines, qwen_image.QwenImage.parts, "owner/tiny", **hub)
+    some = loading.check_weights(qwen_image.QwenImage.parts, "owner/tiny", reads, **hub)
     assert some.keys() == {"transformer", "text_encoder"}
     fetched = []
 
@@ -431,12 +433,20 @@ def test_a_pipeline_on_the_hub(tiny_qwen_image, tmp_path, monkeypatch):
         return str(snapshot)
 
     monkeypatch.setattr(loading.DiffusionPipeline, "download", download)
-    digests = qwen_image.fetch_weights(
-        "owner/tiny", reads, some, transformer_path=str(tiny_qwen_image / "transformer"), **hub
+    digests = loading.fetch_weights(
+        qwen_image.QwenImage.parts,
+        "owner/tiny",
+        reads,
+        some,
+        transformer_path=str(tiny_qwen_image / "transformer"),
+        **hub,
     )
     assert fetched == [("owner/tiny", {"transformer": None} | hub)]
     assert digests == check("qwen_image", tiny_qwen_image)
-    assert qwen_image.fetch_weights("owner/tiny", reads, digests, **hub) == digests and len(fetched) == 1
+    assert (
+        loading.fetch_weights(qwen_image.QwenImage.parts, "owner/tiny", reads, digests, **hub) == digests
+        and len(fetched) == 1
+    )
     content = content[:-1]
     with pytest.raises(ValueError, match="cut short"):
-        qwen_image.fetch_weights("owner/tiny", reads, some, **hub)
+        loading.fetch_weights(qwen_image.QwenImage.parts, "owner/tiny", reads, some, **hub)

@@ -1,6 +1,6 @@
 """Every shipped recipe is run by bash, with an `accelerate` that only writes down its arguments, and these are parsed.
 
-The reference is the parser of the training scripts themselves, and for video what `find_variant` makes of the
+The reference is the parser of the training scripts themselves, and for video what `WanVideo` makes of the
 published configs: what a run would refuse, or read otherwise than the recipe says, fails here.
 """
 
@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.forecasts import GIB, MODELS, describe_size, dry_run, memory_row, model_folder, size_class
 from blockwise import offload
-from pipelines.wan_video import find_variant
+from pipelines.wan_video import WanVideo
 from runtime.errors import RefusedError
 from training.arguments import parse_args, resolve_for_model
 from training.optimizers import find_optimizer
@@ -109,7 +109,7 @@ def split_command(command):
 def parse(training_script, flags):
     tree = ast.parse((ROOT / training_script).read_text())
     assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
-    family = ast.literal_eval(assigned["FAMILY"])
+    family = ast.literal_eval(assigned["VALUES"])
     depends_on_model = training_script == "train_wan_video.py"
     args = parse_args(flags, description="", values=family, resolve=not depends_on_model)
     if depends_on_model:
@@ -121,7 +121,7 @@ def parse(training_script, flags):
 def wan_values(hub_id):
     """Return what training takes from a model of the hub, by way of a folder with the configs published there."""
     model = hub_id.removeprefix("Wan-AI/").removesuffix("-Diffusers")
-    variant = find_variant(model_folder(model).name)
+    variant = WanVideo(model_folder(model).name).variant
     return dataclasses.asdict(variant) | {"experts": variant.experts, "lora_target_modules": "to_q"}
 
 

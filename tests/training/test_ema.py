@@ -40,7 +40,7 @@ def train(tiny_qwen_image, photos, tmp_path_factory):
         required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos]
         argv = [*required, "--output_dir", output_dir, "--cache_dir", cache, *FLAGS, *flags]
         with MemoryLog() as log:
-            train_qwen_image.main(parse_args([*map(str, argv)], description="", values=train_qwen_image.FAMILY), log)
+            train_qwen_image.main(parse_args([*map(str, argv)], description="", values=train_qwen_image.VALUES), log)
         return output_dir
 
     return run

@@ -34,28 +34,27 @@ def no_limit_is_left():
     offload.set_limit(None)
 
 
-def pipeline_of(family):
-    return qwen_image if family == "qwen_image" else wan_video
+def family_of(name, model):
+    return (qwen_image.QwenImage if name == "qwen_image" else wan_video.WanVideo)(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_parameters_are_known_before_there_are_any(family, mode, tiny_model):
     """Names, order, shapes and dtypes, those that stay in fp32 in a bf16 model included."""
-    pipeline, model = pipeline_of(family), str(tiny_model(family))
-    skeleton = pipeline.load_transformer_skeleton(model, dtype=torch.bfloat16)
-    transformer = pipeline.load_transformer(model, dtype=torch.bfloat16)
+    of_model = family_of(family, tiny_model(family))
+    skeleton, transformer = of_model.skeleton, of_model.load_transformer()
     dtypes = {name: parameter.dtype for name, parameter in transformer.named_parameters()}
     assert {name: parameter.dtype for name, parameter in skeleton.named_parameters()} == dtypes
-    names = pipeline.never_trained_modules(skeleton)
+    names = of_model.never_trained
     args = parse_args(
         ["--pretrained_model_name_or_path", "m", "--dataset_path", "d", "--output_dir", "o", "--training_mode", mode],
         description=None,
-        values=train_qwen_image.FAMILY,
+        values=train_qwen_image.VALUES,
     )
     if mode == "lora":
         wanted = args.lora_target_modules
-        wanted = wanted if family == "qwen_image" else pipeline.default_lora_targets(skeleton)
+        wanted = wanted if family == "qwen_image" else wan_video.default_lora_targets(skeleton)
         names = find_lora_targets(skeleton, wanted, never_trained=names)
     make_trainable(transformer, args, names)
     real = trainable_parameters(torch.nn.ModuleDict({"transformer": transformer}))
@@ -79,17 +78,17 @@ def test_encoders_give_samples_of_the_shapes_that_they_are_said_to_give(family, 
 
     model, size = str(tiny_model(family)), {"height": 64, "width": 96}
     if family == "qwen_image":
-        prompt_encoder = qwen_image.load_prompt_encoder(model, device="cpu")
-        vae = qwen_image.load_vae(model, device="cpu")
+        prompt_encoder = qwen_image.QwenImage(model).load_prompt_encoder("cpu")
+        vae = qwen_image.QwenImage(model).load_media_encoder("cpu")
         modules = {"text encoder": prompt_encoder.text_encoder, "VAE": vae, "previews": vae}
         embeds = qwen_image.encode_prompt(prompt_encoder, "a cat")
         sample = {"prompt_embeds": embeds} | qwen_image.encode_image(vae, torch.zeros(3, 64, 96))
         _, num_tokens = qwen_image.count_prompt_tokens(prompt_encoder, "a cat")
         skeletons = qwen_image.encoder_skeletons(model, num_tokens=num_tokens, **size)
     else:
-        task = wan_video.find_variant(model).tasks[-1]
-        prompt_encoder = wan_video.load_prompt_encoder(model, device="cpu")
-        clip_encoder = wan_video.load_clip_encoder(model, device="cpu")
+        task = wan_video.WanVideo(model).variant.tasks[-1]
+        prompt_encoder = wan_video.WanVideo(model).load_prompt_encoder("cpu")
+        clip_encoder = wan_video.WanVideo(model).load_media_encoder("cpu")
         modules = {"text encoder": prompt_encoder.text_encoder, "VAE": clip_encoder, "previews": clip_encoder}
         sample = {"prompt_embeds": wan_video.encode_prompt(prompt_encoder, "a cat")}
         sample |= wan_video.encode_clip(clip_encoder, torch.zeros(3, 9, 64, 96), task=task)
@@ -125,7 +124,7 @@ def command(tmp_path, tiny_model, photos, clips, monkeypatch):
         argv += ["--output_dir", str(tmp_path / "out"), "--max_train_steps", "2", "--mixed_precision", "no"]
         argv += ["--height", "64", "--width", "64"]
         argv += ["--num_frames", "9"] if family != "qwen_image" else []
-        options = {"description": None, "values": script.FAMILY, "resolve": family == "qwen_image"}
+        options = {"description": None, "values": script.VALUES, "resolve": family == "qwen_image"}
         args = parse_args([*argv, *flags, "--dry_run"], **options)
         script.main(args, MemoryLog())
         return json.loads((tmp_path / "out" / "run.json").read_text())

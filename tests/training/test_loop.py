@@ -15,8 +15,9 @@ from dataset.batches import TrainingDataset, plan_batches
 from dataset.draws import Draw
 from dataset.inspection import Item
 from dataset.metadata import Row
+from pipelines.family import Family
 from runtime.errors import FailedError
-from train_qwen_image import FAMILY
+from train_qwen_image import VALUES
 from training.arguments import parse_args
 from training.flow_matching import SigmaLaw
 from training.launch import start_accelerator
@@ -30,16 +31,20 @@ LAW = SigmaLaw("uniform")
 NUM_ITEMS = 6
 
 
-class Scale(DiffusionTrainingModule):
+class Scale(Family):
     """Predicts weight * noisy latents."""
 
     def __init__(self):
-        super().__init__(torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.tensor(0.5))}))
         self.timesteps = []
 
-    def predict(self, noisy_latents, timestep, batch):
+    def predict(self, transformer, noisy_latents, timestep, batch, **memory):
         self.timesteps += timestep.tolist()
-        return self.transformer["weight"] * noisy_latents
+        return transformer["weight"] * noisy_latents
+
+
+def make_module():
+    weight = torch.nn.Parameter(torch.tensor(0.5))
+    return DiffusionTrainingModule(Scale(), torch.nn.ParameterDict({"weight": weight}))
 
 
 def make_dataset(infinite=()):
@@ -61,14 +66,14 @@ def run(tmp_path, *flags, module=None, batch_sizes=(None,) * NUM_ITEMS, infinite
     GradientState._reset_state()
     required = ["--pretrained_model_name_or_path", "-", "--dataset_path", "-", "--output_dir", str(tmp_path)]
     flags = [*required, "--training_mode", "full", "--optimizer", "torch.optim.SGD", "--learning_rate", "0.1", *flags]
-    args = parse_args(flags, description="", values=FAMILY)
+    args = parse_args(flags, description="", values=VALUES)
     row = Row("a", "a", {}, "a")
     items = [
         Item(row, {"id": "a", "caption": "a", "used": {"size": [4, 4], "frames": 1, "batch_size": batch_size}}, None)
         for batch_size in batch_sizes
     ]
     batches = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
-    module, dataset = module or Scale(), make_dataset(infinite)
+    module, dataset = module or make_module(), make_dataset(infinite)
     accelerator = start_accelerator(args)
     optimizer = find_optimizer(args, accelerator.device)
     steps = range(1, batches.last_step + 1)
@@ -124,7 +129,7 @@ def test_the_transformer_is_told_the_sigma_of_the_noise(tmp_path):
     module, order = run(tmp_path, "--max_train_steps", "3", "--train_batch_size", "2")
     sigmas = [Draw(42, step, p).sigma(LAW) for step, (items,) in enumerate(order, 1) for p in range(len(items))]
     expected = [torch.tensor(sigma, dtype=torch.float32).mul(1000).item() for sigma in sigmas]
-    assert module.timesteps == expected
+    assert module.family.timesteps == expected
 
 
 @pytest.mark.parametrize("num_epochs, num_steps", [(1, 2), (2, 4)])
@@ -136,7 +141,7 @@ def test_epochs_become_optimizer_steps(num_epochs, num_steps, tmp_path):
 
 
 def test_silent_parameter_stops_the_run_with_its_name(tmp_path):
-    module = Scale()
+    module = make_module()
     module.transformer["forgotten"] = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(FailedError, match="transformer.forgotten"):
         run(tmp_path, "--max_train_steps", "4", module=module)

@@ -7,10 +7,17 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from peft.tuners.lora import LoraLayer
 
-from pipelines.qwen_image import model_fn_qwen_image, never_trained_modules
+from pipelines.qwen_image import QwenImage, model_fn_qwen_image, never_trained_modules
 from runtime.errors import RefusedError
-from train_qwen_image import FAMILY, QwenImageTrainingModule
-from training.module import add_lora, find_lora_targets, lora_layers, train_all_weights, trainable_parameters
+from train_qwen_image import VALUES
+from training.module import (
+    DiffusionTrainingModule,
+    add_lora,
+    find_lora_targets,
+    lora_layers,
+    train_all_weights,
+    trainable_parameters,
+)
 from training.optimizers import MasterWeights, find_optimizer
 
 
@@ -33,7 +40,7 @@ def tiny_transformer(num_layers=2, dtype=torch.float32):
 
 
 def default_targets(transformer):
-    names = FAMILY["lora_target_modules"].split(",")
+    names = VALUES["lora_target_modules"].split(",")
     return find_lora_targets(transformer, names, never_trained=never_trained_modules(transformer))
 
 
@@ -194,7 +201,7 @@ def test_full_mode_trains_all_but_the_excluded_even_if_frozen_before():
 
 def test_master_weights_keep_updates_that_bf16_would_round_away():
     parameter = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
-    weights = MasterWeights(torch.nn.ParameterList([parameter]))
+    weights = MasterWeights([parameter])
     optimizer = torch.optim.SGD(weights.masters, lr=1e-3)
     for _ in range(50):
         for _ in range(2):  # two micro-batches, added up in fp32
@@ -210,7 +217,7 @@ def test_master_weights_keep_updates_that_bf16_would_round_away():
 
 def test_fp32_parameters_are_their_own_masters():
     parameter = torch.nn.Parameter(torch.ones(4))
-    assert MasterWeights(torch.nn.ParameterList([parameter])).masters[0] is parameter
+    assert MasterWeights([parameter]).masters[0] is parameter
 
 
 # ---------------------------------------------------------------- optimizers
@@ -255,7 +262,7 @@ def test_adamw_is_that_of_the_defaults():
         (optimizer_flags("torch.optim.SDG"), "torch.optim.SDG"),
         (optimizer_flags("nowhere.Optimizer"), "nowhere"),
         (optimizer_flags("torch.nn.Linear"), "not a torch optimizer"),
-        (optimizer_flags("adamw", beta=0.9), "takes params, lr, betas, eps.* unexpected keyword argument 'beta'"),
+        (optimizer_flags("adamw", beta=0.9), "takes no beta"),
         (optimizer_flags("adamw", lr=1.0), "--learning_rate"),
         (optimizer_flags("torch.optim.Rprop", weight_decay=0.1), "--weight_decay"),
         (optimizer_flags("adamw", betas=(2, 3)), "betas"),
@@ -271,7 +278,7 @@ def test_optimizers_that_cannot_be(flags, said):
 
 def test_every_trainable_tensor_gets_a_gradient_after_two_steps():
     transformer = with_lora(tiny_transformer())
-    module = QwenImageTrainingModule(transformer, use_gradient_checkpointing=True)
+    module = DiffusionTrainingModule(object.__new__(QwenImage), transformer, use_gradient_checkpointing=True)
     optimizer = torch.optim.AdamW(trainable_parameters(module).values(), lr=1e-3, weight_decay=0)
     batch = {
         "latents": torch.randn(2, 16, 8, 12),

@@ -9,7 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 
 import runtime.hub
 from runtime.errors import RefusedError
-from train_qwen_image import FAMILY
+from train_qwen_image import VALUES
 from training.arguments import parse_args
 from training.paths import check_paths
 
@@ -44,7 +44,7 @@ def check(tmp_path, monkeypatch):
         if config is not None:
             pathlib.Path("config.yaml").write_text(config)
             flags += ["--config", "config.yaml"]
-        check_paths(parse_args(flags, description="", values=FAMILY))
+        check_paths(parse_args(flags, description="", values=VALUES))
 
     return run
 

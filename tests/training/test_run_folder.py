@@ -20,7 +20,7 @@ import training.run_folder
 from dataset.metadata import describe_rows, read_datasets
 from runtime.errors import FailedError, RefusedError
 from runtime.processes import agreed, gather_from_all
-from train_qwen_image import FAMILY
+from train_qwen_image import VALUES
 from training.arguments import parse_args
 from training.checkpoints import describe_checkpoint
 from training.run_folder import LOCK_FILE, claim_output_dir
@@ -167,7 +167,7 @@ def claim(arguments):
     """Return a function for `on_ranks` that claims what each of two processes was given."""
 
     def on_rank(accelerator):
-        args = parse_args([*map(str, arguments[accelerator.process_index])], description="", values=FAMILY)
+        args = parse_args([*map(str, arguments[accelerator.process_index])], description="", values=VALUES)
         with claim_output_dir(args, accelerator):
             names = sorted(path.name for path in pathlib.Path(args.output_dir).iterdir())
             gather_from_all(accelerator, None)
@@ -283,7 +283,7 @@ def test_what_each_process_reads_is_agreed_on(on_ranks, photos, tmp_path):
     def rows(folder, accelerator):
         flags = ["--pretrained_model_name_or_path", "m", "--output_dir", "o"]
         flags += ["--dataset_path", str(folder if accelerator.process_index else photos)]
-        args = parse_args(flags, description="", values=FAMILY)
+        args = parse_args(flags, description="", values=VALUES)
         return len(agreed(accelerator, lambda: read_datasets(args), describe_rows))
 
     for error in on_ranks(checkpoint):

@@ -1,0 +1,447 @@
+"""A run from its flags to its result, in the order in which it happens."""
+
+import dataclasses
+import itertools
+import pathlib
+import sys
+from functools import partial
+
+from diffusers.training_utils import free_memory
+
+from dataset.batches import BatchPlan, plan_batches
+from dataset.buckets import Sizing
+from dataset.cache import Cache
+from dataset.encoding import (
+    Encodings,
+    check_room,
+    count_caption_tokens,
+    encode_missing,
+    encoded_dataset,
+    plan_encodings,
+    read_unchanged,
+    weights_identity,
+)
+from dataset.images import inspect_rows, read_picture
+from dataset.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, describe_rows, read_datasets
+from dataset.report import draw_contact_sheet
+from runtime.errors import RefusedError, refuse_unreadable_model
+from runtime.processes import agreed, wait_for_all
+from training.arguments import check_length, resolve_for_model
+from training.checkpoints import check_same_weights, describe_checkpoint, find_checkpoint
+from training.export import LORA_FILE, check_result, load_result, save_result
+from training.flow_matching import sigma_law
+from training.forecast import Launch, RunForecast, plan_memory
+from training.hub import open_repository, push
+from training.launch import start_accelerator
+from training.loop import train
+from training.lora_init import check_base_of_lora, read_initial_lora, start_from
+from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
+from training.optimizers import find_optimizer
+from training.paths import check_paths
+from training.reporting import RunRecord
+from training.run_folder import claim_output_dir
+from training.trackers import Trackers, check_trackers
+from training.validation import (
+    Validation,
+    hold_out,
+    preview_prompts,
+    preview_settings,
+    preview_size,
+    read_preview_images,
+)
+
+
+def run(family_class, args, log):
+    """Do what a command line asks for. All that can be refused is refused before a model is loaded.
+
+    Args:
+        family_class (`type`): A `pipelines.family.Family`.
+        args (`argparse.Namespace`): From `parse_args`.
+        log (`MemoryLog`)
+
+    Returns:
+        `RunForecast` of a --dry_run, else None.
+    """
+    check_trackers(args)
+    accelerator = start_accelerator(args)
+    with claim_output_dir(args, accelerator):
+        log.begin(accelerator.device)
+        family = read_family(family_class, args)
+        weights = Weights(family, args)
+        optimizer = find_optimizer(args, accelerator.device)
+        resumed = agreed(
+            accelerator, partial(find_checkpoint, args, accelerator), describe_checkpoint, patience_seconds=10
+        )
+        weights.choose()
+        data = plan_data(family, args, accelerator, resumed[1])
+        forecast = forecast_run(family, args, accelerator, weights, optimizer, data)
+        plan = plan_memory(args, forecast)
+        weights.check(data.batches, resumed[1])
+        record = RunRecord(
+            accelerator, args, log, plan, forecast, data.inspected, data.batches, num_tokens=family.num_tokens
+        )
+        if family.never_trained:
+            accelerator.print(f"never trained, since they get no gradient: {', '.join(family.never_trained)}")
+        check_room(data.cache, forecast.cache_bytes)
+        if args.dry_run:
+            if accelerator.is_main_process:
+                path = pathlib.Path(args.output_dir) / "contact_sheet.png"
+                draw_contact_sheet(path, data.items, media_of(family)[1])
+            return forecast
+
+        repo_id = open_repository(args) if accelerator.is_main_process else None
+        trackers = Trackers(accelerator, args, first_step=resumed[1]["step"] + 1)
+        encode_data(family, args, accelerator, log, data)
+        stages = Stages(family, args, log, weights, data)
+        for stage in family.stages:
+            if not is_finished(stage, resumed[1], data.batches):
+                accelerator = start_accelerator(args)  # one for each, since it keeps what it has prepared
+                stages.train(accelerator, stage, optimizer, resumed, forecast, plan, trackers)
+                free_memory()
+        if accelerator.is_main_process:
+            record.finish()
+        trackers.finish()
+        accelerator.end_training()
+        push(args, repo_id, places(family))
+    return None
+
+
+# ---------------------------------------------------------------- the model
+
+
+def read_family(family_class, args):
+    """Return the `Family` of a run, from the configs of its pipeline, with all that the flags choose of it."""
+    check_paths(args)
+    with refuse_unreadable_model(args):
+        family = family_class.from_args(args)
+    if family.values is not None:
+        resolve_for_model(args, family.values)
+    family.resolve(args)
+    lengths = [args.num_frames] if family.is_video else []
+    if args.bucket_config is not None:
+        lengths = map(int, itertools.chain(*args.bucket_config.values()))
+    for num_frames in lengths:
+        if num_frames < family.min_frames:
+            where = "--num_frames is" if args.bucket_config is None else "bucket_config has"
+            raise RefusedError(f"{where} {num_frames}; with a frame given at least {family.min_frames} are needed.")
+    return family
+
+
+def places(family):
+    """Return of each expert that a run trains, None for an only transformer, what the pipeline calls it."""
+    return {stage.name: stage.subfolder for stage in family.stages}
+
+
+def is_finished(stage, resumed, batches):
+    """Return whether a stage was trained before the checkpoint that this run resumes from."""
+    return resumed["step"] > (stage.number + 1) * batches.last_step
+
+
+class Weights:
+    """Which weights a run reads, which of them it trains, and what those start from.
+
+    Args:
+        family (`Family`), args (`argparse.Namespace`)
+
+    Attributes:
+        names (`list[str]`): Layers that get an adapter, or in full training modules that are not trained.
+        initial (`dict[Stage, dict]`): See `read_initial_lora`.
+        digests (`dict[str, str]`): Part of the pipeline -> digest of its weights.
+    """
+
+    def __init__(self, family, args):
+        self.family, self.args = family, args
+        self.reads = family.parts_read(previews=bool(args.validation_prompt))
+        with refuse_unreadable_model(args):
+            self.digests = family.check_weights(self.reads)
+
+    def choose(self):
+        """Find out what is trained, and read what it starts from."""
+        family, args = self.family, self.args
+        self.names, self.initial = family.never_trained, {}
+        if args.training_mode == "lora":
+            self.names = find_lora_targets(
+                family.skeleton, args.lora_target_modules, never_trained=family.never_trained
+            )
+            try:
+                family.check_lora_targets(self.names)
+            except ValueError as error:
+                raise RefusedError(f"--lora_target_modules {error}.") from None
+            read = partial(read_initial_lora, args, family.pipelines[0].lora_state_dict, family.skeleton, self.names)
+            self.initial = {stage: read(expert=stage.name) for stage in family.stages}
+        self.parameters = parameters_to_train(family.skeleton, args, self.names)
+
+    def check(self, batches, resumed):
+        """Bring all weights to this machine, and check that they are those of the checkpoint and the initial LoRA."""
+        family, args = self.family, self.args
+        if not args.dry_run:
+            with refuse_unreadable_model(args):
+                self.digests = family.fetch_weights(self.reads, self.digests)
+        digests, trained = dict(self.digests), places(family).values()
+        for stage in family.stages if args.training_mode == "lora" else ():
+            check_base_of_lora(args, digests.get(stage.subfolder), expert=stage.name)
+            if len(family.stages) > 1:  # the second one starts from it later, maybe after a resume
+                tensors = itertools.chain(*self.initial[stage].values())
+                digests[f"LoRA to start {stage.name} from"] = family.digest_tensors(tensors)
+            if is_finished(stage, resumed, batches):
+                path = pathlib.Path(args.output_dir) / stage.name / LORA_FILE
+                digests[f"{stage.name}/{LORA_FILE}"] = family.digest_tensors(family.read_tensors(path).values())
+        for stage in family.stages:  # of previews alone
+            if stage.other not in trained:
+                digests.pop(stage.other, None)
+        check_same_weights(args, resumed, batches, digests)
+
+
+# ---------------------------------------------------------------- the data
+
+
+@dataclasses.dataclass
+class Data:
+    """What a run trains on, in which order, and what of it is to be encoded.
+
+    Args:
+        cache (`Cache`)
+        inspected (`list[Item]`): Of every row.
+        items, held_out (`list[Item]`): Those that are trained, and those that validation measures.
+        preview_images (`list[PIL.Image.Image]`): That previews start from.
+        laws (`dict[Stage, list[SigmaLaw]]`): Of each item that is trained.
+        batches (`BatchPlan`)
+        caption_tokens (`dict[str, int]`): Caption -> tokens that are kept of it.
+        embeds, latents (`Encodings`)
+    """
+
+    cache: Cache
+    inspected: list
+    items: list
+    held_out: list
+    preview_images: list
+    laws: dict
+    batches: BatchPlan
+    caption_tokens: dict
+    embeds: Encodings
+    latents: Encodings
+
+
+def media_of(family):
+    """Return the function that inspects rows of a dataset, and the one that reads the pixels of an item."""
+    if not family.is_video:
+        return inspect_rows, read_picture
+    from dataset.videos import inspect_clips, read_clip  # here: its libraries are slow to import
+
+    return inspect_clips, read_clip
+
+
+def inspect(family, args, accelerator, cache):
+    """Read the dataset and inspect every item of it; nothing is encoded yet."""
+    how = {"on_bad_sample": args.on_bad_sample, "cache": cache, "accelerator": accelerator}
+    files = {}
+    if family.is_video:
+        files = {"media_suffixes": (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), "frame_folders": True}
+        how |= {"fps": args.fps, "clip_part": args.clip_part, "min_frames": family.min_frames}
+    rows = agreed(accelerator, partial(read_datasets, args, **files), describe_rows)
+    return media_of(family)[0](rows, Sizing.from_args(args, family.divisor), **how)
+
+
+def plan_data(family, args, accelerator, resumed):
+    """Return the `Data` of a run."""
+    cache = Cache(args.cache_dir, accelerator.process_index)
+    inspected = inspect(family, args, accelerator, cache)
+    items, held_out = hold_out(args, [item for item in inspected if item.record["decision"] == "used"])
+    preview_images = read_preview_images(args, *preview_size(args, items)[:2])
+    sizes = [item.record["used"]["size"] for item in items]
+    laws = {
+        stage: [sigma_law(args, family.sigma_shift(height, width), stage.sigma_range) for width, height in sizes]
+        for stage in family.stages
+    }
+    num_stages = len(family.stages)
+    batches = plan_batches(
+        args,
+        items,
+        accelerator.num_processes,
+        num_tokens=family.num_tokens,
+        resumed=resumed,
+        model=family.identity,
+        num_stages=num_stages,
+    )
+    check_length(args, batches.last_step, num_stages=num_stages, num_samples=batches.num_samples)
+    for stage in family.stages:
+        if is_finished(stage, resumed, batches) and not pathlib.Path(args.output_dir, stage.name, LORA_FILE).is_file():
+            raise RefusedError(
+                f"--resume_from_checkpoint: the checkpoint is of a later expert, and {args.output_dir} does not have "
+                f"the LoRA of {stage.name}; resume in the --output_dir of that run."
+            )
+    further_captions = [family.dropped_caption] * (args.caption_dropout > 0) + preview_prompts(args)
+    caption_tokens = count_caption_tokens([*items, *held_out], further_captions, family.count_prompt_tokens)
+    with refuse_unreadable_model(args):
+        identity = partial(weights_identity, cache, family.path, dry_run=args.dry_run, **family.hub)
+        text_encoder, media_encoder = identity(family.text_parts), identity(family.media_parts)
+    embeds, latents = plan_encodings(
+        cache,
+        accelerator,
+        [*items, *held_out],
+        further_captions=further_captions,
+        text_encoder=text_encoder,
+        media_encoder=media_encoder + family.encoding,
+        pipeline_file=sys.modules[type(family).__module__].__file__,
+    )
+    return Data(cache, inspected, items, held_out, preview_images, laws, batches, caption_tokens, embeds, latents)
+
+
+def encode_data(family, args, accelerator, log, data):
+    """Run the encoders on what the cache lacks. Each is loaded once, if at all, and released."""
+    or_refuse = refuse_unreadable_model(args)
+    encode_missing(
+        data.embeds,
+        accelerator,
+        log,
+        load=or_refuse(partial(family.load_prompt_encoder, accelerator.device)),
+        encode=family.encode_prompt,
+        points=("text encoder",),
+    )
+    encode_missing(
+        data.latents,
+        accelerator,
+        log,
+        load=or_refuse(partial(family.load_media_encoder, accelerator.device)),
+        encode=family.encode_media,
+        read=read_unchanged(data.cache, media_of(family)[1]),
+        points=("VAE", "caching done"),
+    )
+    log.point("encoders gone")
+
+
+# ---------------------------------------------------------------- what it will need
+
+
+def make_module(family, args, transformer, names, **memory):
+    """Make the layers `names` of a transformer trainable and return the `DiffusionTrainingModule` around it."""
+    make_trainable(transformer, args, names)
+    return DiffusionTrainingModule(family, transformer, loss_weighting=args.loss_weighting, **memory)
+
+
+def forecast_run(family, args, accelerator, weights, optimizer, data):
+    """Return the `RunForecast`."""
+    tokens = {caption: family.embedded_tokens(kept) for caption, kept in data.caption_tokens.items()}
+    return RunForecast(
+        args,
+        Launch.of(args, accelerator),
+        skeleton=family.skeleton,
+        block_lists=family.block_lists,
+        shrink=family.shrink,
+        make_module=partial(make_module, family),
+        names=weights.names,
+        parameters=weights.parameters,
+        optimizer=optimizer,
+        encoders=partial(family.encoder_skeletons, num_tokens=max(tokens.values())),
+        records=[item.record for item in data.items],
+        samples_by_size=data.batches.samples_by_size,
+        caption_tokens=tokens,
+        to_encode={"text encoder": data.embeds.missing, "VAE": data.latents.missing},
+        held_out=[item.record for item in data.held_out],
+        previews=preview_size(args, data.items) if args.validation_prompt else None,
+        preview_transformers=1 + (family.stages[0].other is not None),
+    )
+
+
+# ---------------------------------------------------------------- training and its results
+
+
+@dataclasses.dataclass
+class Stages:
+    """Trains the transformers of a run, one after the other.
+
+    Args:
+        family (`Family`), args (`argparse.Namespace`), log (`MemoryLog`), weights (`Weights`), data (`Data`)
+    """
+
+    family: object
+    args: object
+    log: object
+    weights: Weights
+    data: Data
+
+    def train(self, accelerator, stage, optimizer, resumed, forecast, plan, trackers):
+        """Train the transformer of a `Stage`, write its result, and check it."""
+        family, args, log, data = self.family, self.args, self.log, self.data
+        checkpoint, state = resumed
+        steps_before = stage.number * data.batches.last_step
+        resumed_steps = max(state["step"] - steps_before, 0)
+        dataset = encoded_dataset(
+            args, data.items, data.embeds, data.latents, data.laws[stage], dropped_caption=family.dropped_caption
+        )
+        with refuse_unreadable_model(args):
+            preview_pipeline = family.load_preview_pipeline() if args.validation_prompt else None
+            transformer = family.load_transformer(stage.subfolder)
+        log.point("transformer loaded")
+        (block_list,) = family.block_lists
+        module = make_module(family, args, transformer, self.weights.names, **plan.arguments(block_list))
+        if args.training_mode == "lora":
+            if self.weights.initial[stage] and not resumed_steps:
+                accelerator.print(start_from(transformer, self.weights.initial[stage]))
+            log.point("adapters")
+        validation = Validation(
+            accelerator,
+            args,
+            module,
+            data.embeds,
+            data.latents,
+            data.held_out,
+            pipeline=preview_pipeline,
+            sample=partial(
+                family.sample,
+                **preview_settings(args, data.items, data.preview_images) | family.guidance(args.guidance_scale),
+            ),
+            takes_turns=forecast.previews_take_turns(plan.modes),
+            sigma_range=stage.sigma_range,
+            place=stage.subfolder,
+            load_other=partial(self._load_other, stage) if stage.other is not None else None,
+            fps=args.fps if family.is_video else None,
+        )
+        train(
+            accelerator,
+            module,
+            dataset,
+            data.batches,
+            args,
+            log=log,
+            optimizer=optimizer,
+            steps=range(resumed_steps + 1, data.batches.last_step + 1),
+            checkpoint=checkpoint if resumed_steps else None,
+            validation=validation,
+            trackers=trackers,
+            expert=stage.name,
+            steps_before=steps_before,
+            is_followed=not stage.is_last,
+        )
+        log.point("saving")
+        if accelerator.is_main_process:
+            path = save_result(
+                args,
+                module,
+                prefix="transformer",
+                export_name=family.lora_export_name,
+                expert=stage.name,
+                places=places(family),
+                further_info={"base_weights": self.weights.digests[stage.subfolder]} | family.lora_metadata(stage),
+            )
+            if not stage.is_last:  # what the next one is trained with
+                data.batches.identity["weights"][f"{stage.name}/{LORA_FILE}"] = family.digest_tensors(
+                    family.read_tensors(path).values()
+                )
+        if validation.is_wanted:
+            log.point("previews")
+            validation.run(steps_before + data.batches.last_step, trackers)
+            log.point("saving")
+        if accelerator.is_main_process:
+            stock = family.stock_pipeline(transformer)
+            given = {"expert": stage.name, "places": places(family), "images": family.image_arguments}
+            check_result(args, stock, module, dataset, path, **given)
+        wait_for_all(accelerator)
+
+    def _load_other(self, stage, pipeline):
+        """Give a preview pipeline the transformer that samples together with that of `stage`."""
+        family = self.family
+        pipeline.register_modules(**{stage.other: family.load_transformer(stage.other)})
+        for before in family.stages[: stage.number]:  # trained by this run
+            if before.subfolder == stage.other:
+                load_result(pipeline, pathlib.Path(self.args.output_dir) / before.name, stage.other)
