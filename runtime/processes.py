@@ -80,6 +80,45 @@ def _digest(value):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def together(accelerator, work):
+    """Return what `work` returns on each process, in their order. Every process must call it.
+
+    Raises:
+        Exception: On all processes if `work` fails on one: there its own error, on the others a `RefusedError` or
+            `FailedError` with the same words.
+    """
+    value = error = None
+    try:
+        value = work()
+    except Exception as raised:  # whatever it is, the others wait
+        error = raised
+    seen = gather_from_all(accelerator, (value, error and str(error), isinstance(error, RefusedError)))
+    if error is not None:
+        raise error
+    for _, problem, is_refused in seen:
+        if problem is not None:
+            raise (RefusedError if is_refused else FailedError)(problem)
+    return [value for value, *_ in seen]
+
+
+def on_main_process(accelerator, work):
+    """Return on all processes what `work` returns on the main one, which alone calls it; raises as `together` does."""
+    return together(accelerator, work if accelerator.is_main_process else lambda: None)[0]
+
+
+def full_tensors(tensors):
+    """Yield the names of tensors and all of each, where every process may hold a part only.
+
+    Every process must take them all. Those that are not sharded are not copied.
+
+    Args:
+        tensors (`dict[str, torch.Tensor]`)
+    """
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a DTensor
+
+
 def wait_for_all(accelerator):
     """Wait until all processes are here, even if one writes for longer than collectives may take."""
     gather_from_all(accelerator, None)

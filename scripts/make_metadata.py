@@ -1,22 +1,22 @@
-"""Write what a folder of pictures and clips holds as a table with Open-Sora's columns.
+"""Write a table of the images and clips in a folder, with Open-Sora's columns.
 
     python scripts/make_metadata.py data/my_clips
     python scripts/make_metadata.py data/my_clips --output data/my_clips/metadata.parquet --on_bad_sample skip
 
-The captions are those of the `.txt` files beside the pictures and clips. The columns are the ones that Open-Sora asks
-for, so that its tables and these can be exchanged:
+The captions are those of the `.txt` files next to the images and clips. The columns are the ones that Open-Sora asks
+for, so that tables can be exchanged with it:
 
     path           relative to the table with forward slashes; absolute where the table stands in another folder
     text           the caption as it is trained, without blanks around it and with line feeds as line ends
-    num_frames     decoded and counted; 1 for a picture
+    num_frames     decoded and counted; 1 for an image
     height, width  in pixels, upright as displayed
     aspect_ratio   height / width
     resolution     height * width
-    fps            empty for pictures and folders of frames
+    fps            empty for images and folders of frames
 
-Every file is decoded completely, as for training. What is measured is kept at once in the hidden folder
-`.<table>.partial` beside the table, so that a run which was stopped goes on from there; with the table complete that
-folder is removed.
+Every file is decoded completely, as for training. Measurements are stored at once in the hidden folder
+`.<table>.partial` next to the table, so that a run that was stopped continues from there. Once the table is complete,
+that folder is removed.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def parse_args(argv):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     suffixes = ", ".join(METADATA_SUFFIXES)
     add = parser.add_argument
-    add("folder", metavar="FOLDER", type=Path, help="folder of pictures and clips")
+    add("folder", metavar="FOLDER", type=Path, help="folder of images and clips")
     add("--output", type=Path, help=f"table to write, ends in {suffixes} (default: metadata.csv in FOLDER)")
     # At most 8, since a decoder holds up to 17 frames of the clip's size.
     text = "files that are decoded at a time, 1 or more (default: as many as there are CPUs, at most 8)"
@@ -91,7 +91,7 @@ def measure(content, name):
 
     # The rate is that of folders of frames, of which only the duration would follow.
     size, times, _, fps = videos.measure(content, name, fps=1)
-    # As in training, a single frame is a picture whatever it is stored in, and has no rate.
+    # As in training, a single frame is an image whatever it is stored in, and has no rate.
     return {"size": size, "frames": len(times), "fps": fps if len(times) > 1 else None}
 
 
@@ -179,8 +179,8 @@ def main(argv):
     write_table(records, unfinished, args.output.suffix.lower())
     unfinished.replace(args.output)
     shutil.rmtree(cache_dir)
-    num_pictures = sum(record["num_frames"] == 1 for record in records)
-    print(f"{num_pictures} pictures and {len(records) - num_pictures} clips in {args.output}")
+    num_images = sum(record["num_frames"] == 1 for record in records)
+    print(f"{num_images} images and {len(records) - num_images} clips in {args.output}")
 
 
 if __name__ == "__main__":

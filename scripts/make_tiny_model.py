@@ -4,8 +4,8 @@
     python scripts/make_tiny_model.py --family wan_t2v --output outputs/tiny-wan-t2v
 
 The classes are the real ones, only their sizes are small: stock `DiffusionPipeline.from_pretrained(DIR)` loads the
-folder and samples meaningless pictures or videos from it. Nothing is downloaded. A transformer that can memorise a few
-pictures:
+folder and samples meaningless images or videos from it. Nothing is downloaded. A transformer that can memorise a few
+images:
 
     python scripts/make_tiny_model.py --family qwen_image --output outputs/small-qwen-image \
         --num_layers 4 --num_attention_heads 4 --attention_head_dim 32
@@ -58,17 +58,8 @@ QWEN_SPECIAL_TOKENS = (
 )
 
 # fmt: off
-# Statistics of the real VAE's latents (Qwen/Qwen-Image, vae/config.json), one number per channel. Wan 2.1's, and that
-# of the A14B models, has the same.
-QWEN_LATENTS_MEAN = (
-    -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
-    0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
-)
-QWEN_LATENTS_STD = (
-    2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
-    3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.916,
-)
-# Those of Wan-AI/Wan2.2-TI2V-5B-Diffusers.
+# Latent statistics of Wan-AI/Wan2.2-TI2V-5B-Diffusers, one number per channel. Those of the other published VAEs are
+# the defaults of their classes.
 WAN_TI2V_LATENTS_MEAN = (
     -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557,
     -0.1382, 0.0542, 0.2813, 0.0891, 0.157, -0.0098, 0.0375, -0.1825,
@@ -268,7 +259,7 @@ def normalize_vae(vae, num_frames=1):
 
     As built, its latents of different images differ by less than a hundredth of `latents_std`. Here the last layers
     are scaled, so that over smooth random clips the normalised latents have mean 0 and standard deviation 1 in every
-    channel, and decoded pictures have contrast.
+    channel, and decoded images have contrast.
 
     Args:
         vae (`AutoencoderKLQwenImage` or `AutoencoderKLWan`): freshly built; its config gives the statistics.
@@ -289,11 +280,11 @@ def normalize_vae(vae, num_frames=1):
     z_dim = vae.config.z_dim
     latents_mean, latents_std = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
     with torch.no_grad():
-        # A clip goes over from one picture to another.
-        pictures = torch.randn(16 * min(num_frames, 2), 3, 8, 8)
-        pictures = nn.functional.interpolate(pictures, size=(64, 64), mode="bicubic").clamp(-1, 1)
+        # A clip fades from one image to another.
+        images = torch.randn(16 * min(num_frames, 2), 3, 8, 8)
+        images = nn.functional.interpolate(images, size=(64, 64), mode="bicubic").clamp(-1, 1)
         share = torch.linspace(0, 1, num_frames).view(-1, 1, 1)
-        clips = torch.lerp(pictures[:16].unsqueeze(2), pictures[-16:].unsqueeze(2), share)
+        clips = torch.lerp(images[:16].unsqueeze(2), images[-16:].unsqueeze(2), share)
         encoded = vae.encode(clips).latent_dist.mode()
         latents = encoded.transpose(0, 1).flatten(1)  # [z_dim, values]
         scale = rounded(latents_std / latents.std(dim=1))
@@ -339,8 +330,6 @@ def make_qwen_image(num_layers, num_attention_heads, attention_head_dim):
         num_res_blocks=2,
         attn_scales=[],
         temperal_downsample=[False, True, True],
-        latents_mean=list(QWEN_LATENTS_MEAN),
-        latents_std=list(QWEN_LATENTS_STD),
     )
     normalize_vae(vae)
 
@@ -422,7 +411,7 @@ def make_wan(
         num_attention_heads (`int`): attention heads of the transformer.
         attention_head_dim (`int`): width of one head.
         image_to_video (`bool`, *optional*, defaults to `False`):
-            Whether the transformer takes a mask and a condition beside the noise: 36 input channels.
+            Whether the transformer takes a mask and a condition in addition to the noise: 36 input channels.
         num_image_embeds (`int`, *optional*, defaults to 0):
             Number of images that the image encoder sees, at most 2; 0 is without an image encoder.
         boundary_ratio (`float`, *optional*):
@@ -448,7 +437,7 @@ def make_wan(
     tokenizer = make_wan_tokenizer()
 
     # The transformers come last: their size does not change the other parts' weights.
-    vae_config = {"base_dim": 4, "z_dim": 16, "latents_mean": QWEN_LATENTS_MEAN, "latents_std": QWEN_LATENTS_STD}
+    vae_config = {"base_dim": 4, "z_dim": 16}
     if expand_timesteps:
         vae_config = {
             "base_dim": 4,

@@ -1,11 +1,13 @@
 import functools
 import importlib
+import multiprocessing
 import os
 import pathlib
 import re
 import socket
 import subprocess
 import sys
+import traceback
 
 import pytest
 
@@ -54,6 +56,37 @@ def on_two_processes():
             command += ["--main_process_port", free_port()]
             settings = {"DS_ACCELERATOR": "cpu"}
         return run_script("-m", *command, *arguments, env=settings, timeout=400)
+
+    return run
+
+
+@pytest.fixture
+def on_two_ranks(tmp_path):
+    """Function that calls `work(rank)` in two forked processes of one process group and returns what both return."""
+
+    def begin(work, rank, connection):
+        import torch.distributed
+
+        rendezvous = f"file://{tmp_path}/rendezvous"
+        torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+        try:
+            connection.send((work(rank), None))
+        except BaseException:
+            connection.send((None, traceback.format_exc()))
+
+    def run(work):
+        fork, ranks = multiprocessing.get_context("fork"), []
+        for rank in range(2):
+            here, there = fork.Pipe(duplex=False)
+            process = fork.Process(target=begin, args=(work, rank, there), daemon=True)
+            process.start()
+            there.close()
+            ranks.append((process, here))
+        results = [connection.recv() for _, connection in ranks]
+        for process, _ in ranks:
+            process.join()
+        assert not any(error for _, error in results), "\n".join(error or "" for _, error in results)
+        return [value for value, _ in results]
 
     return run
 

@@ -229,7 +229,7 @@ def modes(args):
 
 
 def average(args):
-    weights = MasterWeights([torch.nn.Parameter(torch.zeros(1))])
+    weights = MasterWeights(torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1))]))
     kept = WeightAverage(weights, args)
     for _ in range(9):
         weights.masters[0].data += 1

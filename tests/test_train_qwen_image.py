@@ -482,16 +482,6 @@ def test_unreadable_pictures_are_all_named_before_models_load(train, model_witho
     assert done.returncode == 2 and "empty.png" in done.stderr and "cut.png" in done.stderr
 
 
-def test_conflict_with_the_accelerate_config(script, tiny_qwen_image, photos, tmp_path):
-    required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos, "--output_dir", tmp_path]
-    for variable, value, said in [
-        ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed_precision is bf16"),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8", "gradient_accumulation_steps is 8"),
-    ]:
-        done = script("train_qwen_image.py", *required, *LORA, check=False, env={variable: value})
-        assert done.returncode == 2 and said in done.stderr
-
-
 def test_lora_without_effect_ends_with_1(train):
     done = train(*SMALL, "--lora_rank", "4", "--max_train_steps", "1", "--learning_rate", "1e-30", check=False)
     assert done.returncode == 1 and "changes nothing" in done.stderr

@@ -1,4 +1,4 @@
-"""Training state on disk: written beside and renamed, so that a checkpoint is complete or absent."""
+"""Training state on disk: written under another name first, so that a checkpoint is complete or absent."""
 
 import glob
 import json
@@ -10,12 +10,12 @@ import shutil
 
 import safetensors
 import safetensors.torch
-import torch
 
 from runtime.errors import FailedError, RefusedError
 from runtime.files import delete_folder, rename_folder
-from runtime.processes import gather_from_all, wait_for_all
+from runtime.processes import full_tensors, on_main_process, together
 from training.arguments import CONFIG_ONLY
+from training.optimizers import uses_deepspeed
 
 
 logger = logging.getLogger(__name__)
@@ -50,25 +50,20 @@ def _read_state(path):
     """
     try:
         state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
-        sizes = dict(state["files"])
-        missing = {f"random_states_{index}.pkl" for index in range(state["num_processes"])} - sizes.keys()
-    except FileNotFoundError:
-        raise ValueError(f"it has no {_STATE_FILE}") from None
+        # One that wrote to another folder is not in the list of the main process.
+        sizes = {f"random_states_{index}.pkl": None for index in range(state["num_processes"])} | state["files"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"its {_STATE_FILE} is damaged ({error!r})") from None
-    if missing:
-        raise ValueError(f"it lacks {min(missing)}, the state of a process that wrote to another folder")
+        raise ValueError(f"its {_STATE_FILE} cannot be read ({error!r})") from None
     for name, size in sizes.items():
-        file = path / name
-        if not file.is_file():
+        if not (path / name).is_file():
             raise ValueError(f"it lacks {name}")
-        if file.stat().st_size != size:
-            raise ValueError(f"its {name} has {file.stat().st_size} bytes and had {size}")
+        if (path / name).stat().st_size != size:
+            raise ValueError(f"its {name} has {(path / name).stat().st_size} bytes and had {size}")
     return state
 
 
-def _look_at_checkpoints(output_dir):
-    """Return the checkpoints of a run as `{step: path}`, oldest first, and of each incomplete one what it lacks."""
+def _inspect_checkpoints(output_dir):
+    """Return the checkpoints of a run as `{step: path}`, oldest first, and what each incomplete one lacks."""
     complete, incomplete = {}, {}
     for path in pathlib.Path(output_dir).glob("checkpoint-*"):
         match = re.fullmatch(r"checkpoint-(\d+)(\.tmp|\.old)?", path.name)
@@ -87,50 +82,22 @@ def _look_at_checkpoints(output_dir):
 
 def list_checkpoints(output_dir):
     """Return the complete checkpoints of a run as `{step: path}`, oldest first."""
-    return _look_at_checkpoints(output_dir)[0]
+    return _inspect_checkpoints(output_dir)[0]
 
 
 def find_checkpoint(args, accelerator):
     """Return (path, state) of the checkpoint that `--resume_from_checkpoint` names, or (None, {"step": 0}).
 
-    The latest is the complete one of the highest number; what is passed over for it is logged. Where none is complete
-    yet, the run starts at its first step.
+    The latest is the complete one with the highest number; those that are passed over are logged. Where none is
+    complete yet, the run starts at its first step.
 
     Raises:
         RefusedError: There is no such checkpoint, its run had other settings, or a new run would mix its checkpoints
             with those of an older one.
     """
-    existing, incomplete = _look_at_checkpoints(args.output_dir)
-    if args.resume_from_checkpoint is None:
-        if existing:
-            _refuse_unless_dry_run(
-                args,
-                f"--output_dir {args.output_dir} holds checkpoints of an earlier run (checkpoint-{max(existing)}); "
-                "continue it with --resume_from_checkpoint latest, or give another folder.",
-            )
+    path = _locate(args)
+    if path is None:
         return None, {"step": 0}
-    if args.resume_from_checkpoint == "latest":
-        for name, lack in incomplete.items():
-            logger.warning("--resume_from_checkpoint latest passes over %s: %s", name, lack)
-        if not existing:
-            _refuse_to_repeat(args)
-            logger.warning(
-                "--resume_from_checkpoint latest: %s holds no complete checkpoint; the run starts at step 1",
-                args.output_dir,
-            )
-            return None, {"step": 0}
-        path = existing[max(existing)]
-    else:
-        path = pathlib.Path(args.resume_from_checkpoint)
-        is_bare = os.sep not in args.resume_from_checkpoint.rstrip(os.sep)
-        places = [pathlib.Path(args.output_dir) / path] * is_bare + [path]
-        path = next((place for place in places if place.exists()), path)
-        if not path.exists():
-            raise RefusedError(
-                f"--resume_from_checkpoint {path} is not a complete checkpoint: there is no "
-                f"{' or '.join(map(os.path.abspath, places))}; complete ones in {args.output_dir}: "
-                f"{', '.join(place.name for place in existing.values()) or 'none'}."
-            )
     where = f"--resume_from_checkpoint {path}"
     if path.suffix == ".safetensors" or (not (path / _STATE_FILE).exists() and any(path.glob("*.safetensors"))):
         raise RefusedError(
@@ -141,13 +108,10 @@ def find_checkpoint(args, accelerator):
         raise RefusedError(f"{where}: DeepSpeed takes *, ? and [ in it for a pattern; rename the folder.")
     try:
         state = _read_state(path)
-    except ValueError as error:
-        raise RefusedError(f"{where} is not a complete checkpoint: {error}.") from None
-    try:
         with safetensors.safe_open(path / _WEIGHTS_FILE, "pt"):
             pass
-    except (OSError, safetensors.SafetensorError) as error:
-        raise RefusedError(f"{where} is damaged: {error}.") from None
+    except (ValueError, OSError, safetensors.SafetensorError) as error:
+        raise RefusedError(f"{where} is not a complete checkpoint: {error}.") from None
     for name, before in state["arguments"].items():
         now = json.loads(json.dumps(getattr(args, name, None)))
         # With two experts the first one's length says where the second begins.
@@ -156,24 +120,58 @@ def find_checkpoint(args, accelerator):
         if now != before and (name not in _MAY_CHANGE or fixed):
             setting = name if name in CONFIG_ONLY else f"--{name}"
             raise RefusedError(
-                f"{setting} is {now} and was {before} in {path}: a resumed run goes on with the settings it had. Give "
-                "the old value, or start a new run."
+                f"{setting} is {now} and was {before} in {path}: a resumed run keeps the settings it had. Give the "
+                "old value, or start a new run."
             )
     _check_processes(args, state["num_processes"], accelerator)
     return path, state
 
 
+def _locate(args):
+    """Return where the checkpoint is that the run resumes from, None where it starts at its first step."""
+    existing, incomplete = _inspect_checkpoints(args.output_dir)
+    if args.resume_from_checkpoint is None:
+        if existing:
+            _refuse_unless_dry_run(
+                args,
+                f"--output_dir {args.output_dir} holds checkpoints of an earlier run (checkpoint-{max(existing)}); "
+                "continue it with --resume_from_checkpoint latest, or give another folder.",
+            )
+        return None
+    if args.resume_from_checkpoint == "latest":
+        for name, lack in incomplete.items():
+            logger.warning("--resume_from_checkpoint latest passes over %s: %s", name, lack)
+        if existing:
+            return existing[max(existing)]
+        _refuse_to_repeat(args)
+        logger.warning(
+            "--resume_from_checkpoint latest: %s holds no complete checkpoint; the run starts at step 1",
+            args.output_dir,
+        )
+        return None
+    path = pathlib.Path(args.resume_from_checkpoint)
+    is_bare = os.sep not in args.resume_from_checkpoint.rstrip(os.sep)
+    places = [pathlib.Path(args.output_dir) / path] * is_bare + [path]
+    for place in places:
+        if place.exists():
+            return place
+    raise RefusedError(
+        f"--resume_from_checkpoint {path}: there is no {' or '.join(map(os.path.abspath, places))}; complete ones in "
+        f"{args.output_dir}: {', '.join(place.name for place in existing.values()) or 'none'}."
+    )
+
+
 def describe_checkpoint(found):
-    """Return that in which all processes have to find the same, of what `find_checkpoint` returns."""
+    """Return what all processes have to find alike, from what `find_checkpoint` returns."""
     return {"the checkpoint of --resume_from_checkpoint": found}
 
 
 def check_same_weights(args, resumed, batches, weights):
-    """Make checkpoints remember which weights a run reads, and check that those to go on from read the same.
+    """Make checkpoints remember which weights a run reads, and check that a resumed run reads the same.
 
     Args:
         args (`argparse.Namespace`)
-        resumed (`dict`): State of the checkpoint to go on from, of `find_checkpoint`.
+        resumed (`dict`): State of the checkpoint, from `find_checkpoint`.
         batches (`BatchPlan`)
         weights (`dict[str, str]`): From each part of the model to the digest of its weights, wherever they are; in a
             dry run of those that are on this machine.
@@ -188,8 +186,8 @@ def check_same_weights(args, resumed, batches, weights):
             given = (args.pretrained_model_name_or_path, args.transformer_path, args.lora_init_path)
             raise RefusedError(
                 f"--resume_from_checkpoint {args.resume_from_checkpoint}: its run had a {part} of other weights than "
-                f"this one has ({', '.join(filter(None, given))}); a resumed run goes on with those it had, which may "
-                "lie elsewhere. Give them, or start a new run."
+                f"this one ({', '.join(filter(None, given))}). Give those it had, which may have moved, or start a "
+                "new run."
             )
 
 
@@ -203,20 +201,20 @@ def _refuse_to_repeat(args):
         _refuse_unless_dry_run(
             args,
             f"--resume_from_checkpoint latest: {args.output_dir} holds the results of a run that has ended, and no "
-            "checkpoint to go on from; give another --output_dir, or start from its weights with --lora_init_path or "
+            "checkpoint to resume from; give another --output_dir, or start from its weights with --lora_init_path or "
             "--transformer_path.",
         )
 
 
 def _refuse_unless_dry_run(args, message):
-    """Raise `RefusedError`, or say what the run itself would be refused for."""
+    """Raise `RefusedError`, or in a dry run log what the run itself would be refused for."""
     if not args.dry_run:
         raise RefusedError(message)
     logger.warning("without --dry_run this would be refused: %s", message)
 
 
 def _check_processes(args, before, accelerator):
-    """Say that a run goes on with another number of processes, or raise if something in the state belongs to one."""
+    """Log that a run continues with another number of processes, or raise if part of the state belongs to one."""
     now = accelerator.num_processes
     if before == now:
         return
@@ -224,47 +222,49 @@ def _check_processes(args, before, accelerator):
     if uses_deepspeed(accelerator):
         raise RefusedError(f"{changed}, over which DeepSpeed has spread the optimizer's state; start as many.")
     if args.lora_dropout:
-        raise RefusedError(f"{changed}, each with a random state of its own for --lora_dropout; start as many.")
+        raise RefusedError(f"{changed}, each with its own random state for --lora_dropout; start as many.")
     logger.warning(
         "%s; samples, noise and sigmas stay the same, gradients are added up in another order (rounding)", changed
     )
 
 
-def register_state_hooks(accelerator, names, weights):
+def register_state(accelerator, weights, average, lr_scheduler):
     """Make `accelerator.save_state` and `load_state` handle what is trained only, not the frozen base.
 
     Args:
-        names (`list[str]`): Of the trainable parameters.
-        weights (`MasterWeights`): Of the same parameters; the fp32 ones are what is saved.
+        accelerator (`Accelerator`)
+        weights (`MasterWeights`): The fp32 masters are what is saved.
+        average (`WeightAverage`), lr_scheduler (`LambdaLR`)
     """
 
     def save(models, state_dicts, output_dir):
         state_dicts.clear()
-        if accelerator.is_main_process:
-            tensors = {name: m.detach().cpu() for name, m in zip(names, weights.masters, strict=True)}
+        is_main = accelerator.is_main_process
+        tensors = {name: tensor.cpu() for name, tensor in full_tensors(weights.state_dict()) if is_main}
+        if is_main:
             safetensors.torch.save_file(tensors, pathlib.Path(output_dir) / _WEIGHTS_FILE)
 
     def load(models, input_dir):
-        models.clear()  # none is left for Accelerate to look for a file of; under DeepSpeed there is none anyway
+        models.clear()  # Accelerate would look for a file of each; under DeepSpeed there is none anyway
         tensors = safetensors.torch.load_file(pathlib.Path(input_dir) / _WEIGHTS_FILE)
-        if differing := sorted(set(tensors) ^ set(names)):
+        if differing := sorted(set(tensors) ^ set(weights.parameters)):
             raise RefusedError(
                 f"--resume_from_checkpoint: the checkpoint trains other parameters than this run, such as "
                 f"{', '.join(differing[:3])}; resume with the flags that it was made with."
             )
-        with torch.no_grad():
-            for name, master in zip(names, weights.masters, strict=True):
-                master.copy_(tensors[name])
-        weights.write_back()
+        weights.load_state_dict(tensors)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
+    accelerator.register_for_checkpointing(lr_scheduler)
+    if average.model is not None:
+        accelerator.register_for_checkpointing(average)
 
 
 def save_checkpoint(accelerator, args, step, batches):
     """Save the training state after optimizer step `step` as checkpoint-`step`. Every process must call it.
 
-    It is written beside and renamed when all of it is on disk; only then older ones are deleted.
+    It gets its name when all of it is on disk; only then older ones are deleted.
 
     Args:
         accelerator (`Accelerator`), args (`argparse.Namespace`), step (`int`)
@@ -274,47 +274,38 @@ def save_checkpoint(accelerator, args, step, batches):
         FailedError: It cannot be written. Those from before are untouched.
     """
     output_dir = pathlib.Path(args.output_dir)
-    final, beside = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.tmp"
-    if accelerator.is_main_process:
-        _delete_unfinished(output_dir)
-    wait_for_all(accelerator)
-    kwargs = {"exclude_frozen_parameters": True} if uses_deepspeed(accelerator) else {}
-    _all_or_none(accelerator, final.name, beside, lambda: accelerator.save_state(beside, **kwargs))
+    final, unfinished = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.tmp"
+    on_main_process(accelerator, lambda: _delete_unfinished(output_dir))
 
     def complete():
-        if accelerator.is_main_process:
-            files = sorted(path for path in beside.rglob("*") if path.is_file())
-            state = {"step": step, "arguments": vars(args)} | batches.identity
-            state["files"] = {str(file.relative_to(beside)): file.stat().st_size for file in files}
-            (beside / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-            rename_folder(beside, final)
-            delete_folder(_set_aside(final))
+        files = sorted(path for path in unfinished.rglob("*") if path.is_file())
+        state = {"step": step, "arguments": vars(args)} | batches.identity
+        state["files"] = {str(file.relative_to(unfinished)): file.stat().st_size for file in files}
+        (unfinished / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        rename_folder(unfinished, final)
+        delete_folder(_set_aside(final))
 
-    _all_or_none(accelerator, final.name, beside, complete)
-    if accelerator.is_main_process and args.checkpoints_total_limit is not None:
+    def delete_old():
         for old in list(list_checkpoints(output_dir).values())[: -args.checkpoints_total_limit]:
             delete_folder(old)
-    wait_for_all(accelerator)
 
-
-def _all_or_none(accelerator, name, beside, write):
-    """Call `write` on every process; if it fails on one, delete what was written, and raise on all."""
-    problem = None
+    kwargs = {"exclude_frozen_parameters": True} if uses_deepspeed(accelerator) else {}
     try:
-        write()
+        together(accelerator, lambda: accelerator.save_state(unfinished, **kwargs))
+        on_main_process(accelerator, complete)
     # torch and safetensors have errors of their own for a disk that is full.
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         problem = str(error)
         if "inline_container" in problem or "iostream" in problem:  # torch does not say why
             problem = f"a file was cut off, as where the disk is full ({problem})"
-    problems = list(filter(None, gather_from_all(accelerator, problem)))
-    if problems:
         if accelerator.is_main_process:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise FailedError(
-            f"{name} cannot be written to {beside.parent}: {problems[0]}. The checkpoints before it are as they were; "
-            "make room and go on with --resume_from_checkpoint latest."
-        )
+            f"{final.name} cannot be written to {output_dir}: {problem}. The checkpoints before it are as they were; "
+            "make room and continue with --resume_from_checkpoint latest."
+        ) from error
+    if args.checkpoints_total_limit is not None:
+        on_main_process(accelerator, delete_old)
 
 
 def _delete_unfinished(output_dir):
@@ -332,32 +323,27 @@ def load_checkpoint(accelerator, path, lr_scheduler):
 
     Args:
         accelerator (`Accelerator`), path (`pathlib.Path`)
-        lr_scheduler (`LambdaLR`): That of this run; what it says holds, also where the length of the run changed.
+        lr_scheduler (`LambdaLR`): That of this run; it holds, also where the length of the run changed.
     """
-    if accelerator.is_main_process:
+
+    def set_later_ones_aside():
         output_dir, step = pathlib.Path(accelerator.project_dir), _read_state(path)["step"]
         _delete_unfinished(output_dir)  # no later save might do it
         for later in [other for number, other in list_checkpoints(output_dir).items() if number > step]:
-            # Or `latest` would go on from them before this run is as far.
+            # Or `latest` would resume from them before this run is as far.
             delete_folder(_set_aside(later))
             later.rename(_set_aside(later))
             logger.warning(
-                "%s comes after %s, from which this run goes on: it is set aside as %s until there is a new one",
+                "%s is later than %s, from which this run continues: it is set aside as %s until there is a new one",
                 *(later, path.name, _set_aside(later).name),
             )
-    wait_for_all(accelerator)
+
+    on_main_process(accelerator, set_later_ones_aside)
     kwargs = {"load_module_strict": False} if uses_deepspeed(accelerator) else {}
     accelerator.load_state(path, **kwargs)
-    # It counts micro-batches, which may be others of one step now; a checkpoint is of the end of one.
+    # It counts micro-batches, of which a step may have another number now; a checkpoint is of the end of a step.
     accelerator.step = 0
-    # The rate in the state was made by the schedule of that run, whose end may be this one's middle.
-    factors = [rate(lr_scheduler.last_epoch) for rate in lr_scheduler.lr_lambdas]
-    rates = [base * factor for base, factor in zip(lr_scheduler.base_lrs, factors, strict=True)]
-    for group, rate in zip(lr_scheduler.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    lr_scheduler._last_lr = rates
-
-
-def uses_deepspeed(accelerator):
-    """Return whether DeepSpeed's engine trains."""
-    return accelerator.distributed_type.value == "DEEPSPEED"
+    # The rate in the state was made by the schedule of that run, whose end may be the middle of this one.
+    rate = lr_scheduler.base_lrs[0] * lr_scheduler.lr_lambdas[0](lr_scheduler.last_epoch)
+    lr_scheduler.optimizer.param_groups[0]["lr"] = rate
+    lr_scheduler._last_lr = [rate]

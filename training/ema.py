@@ -4,9 +4,11 @@ import contextlib
 
 from diffusers.training_utils import EMAModel
 
+from runtime.processes import full_tensors
+
 
 class WeightAverage:
-    """diffusers' exponential moving average of the fp32 masters; without --ema nothing.
+    """diffusers' exponential moving average of the fp32 masters; without --ema it does nothing.
 
     After n updates its decay is (1 + n) / (10 + n), at most --ema_decay: the first update takes the weights as they
     are. It is fp32, as the masters are.
@@ -14,16 +16,13 @@ class WeightAverage:
     Args:
         weights (`MasterWeights`)
         args (`argparse.Namespace`): With `ema`, `ema_decay`, `offload_ema` and `training_mode`.
-
-    Attributes:
-        model (`EMAModel` or None): What a checkpoint holds of it.
     """
 
     def __init__(self, weights, args):
         self.weights, self.model = weights, None
         if args.ema:
             self.on_host = args.offload_ema
-            # In one go where weights are few: it takes as much memory as they do.
+            # In one go where there are few weights: it takes as much memory as they do.
             self.model = EMAModel(self._masters(), decay=args.ema_decay, foreach=args.training_mode == "lora")
 
     def _masters(self):
@@ -33,22 +32,27 @@ class WeightAverage:
 
     @property
     def tensors(self):
-        """The average of each trained parameter, an empty list without."""
+        """The average of each trained parameter; an empty list without --ema."""
         return [] if self.model is None else self.model.shadow_params
 
     def step(self):
-        """Take in the weights after an optimizer step. Waits for the device only if the average is on the host."""
+        """Update the average after an optimizer step. Waits for the device only if the average is on the host."""
         if self.model is not None:
             self.model.step(self._masters())
 
-    def loaded(self):
-        """Put the average where it belongs, after a checkpoint was loaded."""
-        if self.model is not None and not self.on_host:
-            for master, shadow in zip(self.weights.masters, self.model.shadow_params, strict=True):
-                shadow.data = shadow.data.to(master.device)
+    def state_dict(self):
+        """Return what a checkpoint holds of the average. Every process must call it."""
+        tensors = dict(zip(self.weights.parameters, self.tensors, strict=True))
+        return self.model.state_dict() | {"shadow_params": [tensor for _, tensor in full_tensors(tensors)]}
+
+    def load_state_dict(self, state):
+        """Continue the average of a checkpoint, on the device unless --offload_ema."""
+        self.model.load_state_dict(state)
+        if not self.on_host:
+            self.model.to(self.weights.masters[0].device)
 
     def replace_weights(self):
-        """Give what is trained the averaged weights for good."""
+        """Replace what is trained by the averaged weights for good."""
         if self.model is not None:
             self.model.copy_to(self.weights.masters)
             self.weights.write_back()

@@ -13,16 +13,6 @@ from blockwise.checkpointing import configure_deepspeed_checkpointing
 from runtime.errors import RefusedError
 
 
-# What an Accelerate config can ask for that is not supported, and the value that switches it off. What it asks for
-# by a variable ACCELERATE_USE_... is recognised by that prefix.
-_UNSUPPORTED = {
-    "ACCELERATE_DYNAMO_BACKEND": "no",
-    "FSDP_ACTIVATION_CHECKPOINTING": "false",
-    "ACCELERATE_DOWNCAST_BF16": "no",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "none",
-}
 _DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED")
 
 # What may stand in a DeepSpeed config: what the flags or the code take into account, and what only measures.
@@ -80,15 +70,14 @@ def start_accelerator(args):
 def _check_environment(args):
     """Raise if the Accelerate config, which arrives in the environment, is not supported or contradicts a flag."""
     for name, value in os.environ.items():
+        # Whatever it asks for by a variable with this prefix is recognised.
         is_asked_for = name.startswith("ACCELERATE_USE_") and value.lower() in ("1", "true", "yes", "on", "y", "t")
         if is_asked_for and name not in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"):
             allowed = f"allowed as distributed_type are {', '.join(_DISTRIBUTED_TYPES)}"
             _refuse(f"{name.removeprefix('ACCELERATE_USE_')} ({name})", allowed)
-    for name, off in _UNSUPPORTED.items():
-        value = os.environ.get(name, off)
-        if value.lower() not in (off, "", "no", "none", "false", "0"):
-            key = name.removeprefix("ACCELERATE_").removeprefix("DEEPSPEED_").lower()
-            _refuse(f"{key} {value} ({name})", f"remove it, or set it to '{off}'")
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() not in ("no", ""):
+        _refuse(f"dynamo_backend {backend} (ACCELERATE_DYNAMO_BACKEND)", "remove it, or set it to 'no'")
     # Accelerate would prefer these to its arguments.
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", args.mixed_precision):

@@ -8,11 +8,11 @@ from accelerate.utils import send_to_device
 from dataset.batches import load_batches
 from runtime.errors import FailedError, StoppedError
 from runtime.processes import StopRequest, gather_from_all
-from training.checkpoints import load_checkpoint, register_state_hooks, save_checkpoint, uses_deepspeed
+from training.checkpoints import load_checkpoint, register_state, save_checkpoint
 from training.ema import WeightAverage
 from training.launch import seed_module_randomness
 from training.module import trainable_parameters
-from training.optimizers import MasterWeights, make_schedule
+from training.optimizers import prepare_training, uses_deepspeed
 from training.reporting import Metrics
 
 
@@ -168,24 +168,15 @@ def _prepare(accelerator, module, args, *, log, optimizer, last_step, checkpoint
         `tuple` of the prepared module and optimizer, the schedule, the `MasterWeights` and their `WeightAverage`.
     """
     module.train()
-    parameters = trainable_parameters(module)
-    module.to(accelerator.device)
-    weights = MasterWeights(parameters.values())
+    model, optimizer, lr_scheduler, weights = prepare_training(
+        accelerator, module, args, optimizer=optimizer, last_step=last_step
+    )
     average = WeightAverage(weights, args)
-    optimizer_class, arguments = optimizer
-    optimizer = optimizer_class(weights.masters, **arguments)
-    log.point("optimizer")
-    lr_scheduler = make_schedule(args, optimizer, last_step)
-    model, optimizer = accelerator.prepare(module, optimizer)
-    weights.average_in_fp32(model)
     log.point("prepared")
-    # Not prepared: Accelerate would step the schedule once per process.
-    accelerator.register_for_checkpointing(*filter(None, (lr_scheduler, average.model)))
-    register_state_hooks(accelerator, list(parameters), weights)
+    register_state(accelerator, weights, average, lr_scheduler)
     seed_module_randomness(args.seed, accelerator.process_index)
     if checkpoint is not None:
         load_checkpoint(accelerator, checkpoint, lr_scheduler)
-        average.loaded()
         rate = lr_scheduler.get_last_lr()[0]
         accelerator.print(f"resumed from {checkpoint.name}, learning rate of the next step {rate:.3g}")
     return model, optimizer, lr_scheduler, weights, average

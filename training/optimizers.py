@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from runtime.errors import RefusedError
+from training.module import trainable_parameters
 
 
 _PATHS = {
@@ -18,7 +19,6 @@ _PATHS = {
     "adafactor": "transformers.optimization.Adafactor",
     "prodigy": "prodigyopt.Prodigy",
 }
-_PACKAGES = {"adamw_8bit": "bitsandbytes", "prodigy": "prodigyopt"}
 
 
 def find_optimizer(args, device):
@@ -26,45 +26,55 @@ def find_optimizer(args, device):
 
     Args:
         args (`argparse.Namespace`):
-            With `optimizer`, `optimizer_args`, `learning_rate` and `weight_decay` (None: what the class has).
+            With `optimizer`, `optimizer_args`, `learning_rate` and `weight_decay` (None: the default of the class).
         device (`torch.device`): Where the run trains.
 
     Raises:
-        RefusedError: The class cannot be imported, or does not take one of the arguments.
+        RefusedError: The class cannot be imported, or does not work with the flags.
     """
     path = _PATHS.get(args.optimizer, args.optimizer)
     module, _, name = path.rpartition(".")
     try:
         optimizer_class = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        package = _PACKAGES.get(args.optimizer)
-        hint = f"install it with: pip install {package}" if package else "give the import path of a class"
+        is_known = args.optimizer in _PATHS
+        hint = f"run pip install {path.partition('.')[0]}" if is_known else "give the import path of a class"
         raise RefusedError(f"--optimizer {args.optimizer}: cannot import {path} ({error}); {hint}.") from None
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise RefusedError(f"--optimizer {args.optimizer}: {path} is not a torch optimizer class.")
-
-    arguments = {"lr": args.learning_rate}
     if args.optimizer == "adamw" and device.type != "cpu" and "foreach" not in args.optimizer_args:
         args.optimizer_args.setdefault("fused", True)  # the default there needs 4 more bytes per weight for a moment
+    for key in ("lr", "weight_decay"):
+        if key in args.optimizer_args:
+            raise RefusedError(f"--optimizer_args: give {key} by --{key.replace('lr', 'learning_rate')}.")
+    arguments = {"lr": args.learning_rate}
     if args.weight_decay is not None:
         arguments["weight_decay"] = args.weight_decay
     if args.optimizer == "adafactor":
         # The rate as it is given. Relative to the size of a weight it would not move a LoRA's B, which starts at zero.
         arguments |= {"scale_parameter": False, "relative_step": False}
-    flags = {"lr": "--learning_rate", "weight_decay": "--weight_decay"}
-    for key, value in args.optimizer_args.items():
-        if key in flags:
-            raise RefusedError(f"--optimizer_args: give {key} by {flags[key]}.")
-        arguments[key] = value
-    # Looked at before the class is called, to name the flag that gave what it does not take.
-    parameters = inspect.signature(optimizer_class).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        for key in arguments:
-            if key not in parameters:
-                known = ", ".join(name for name in parameters if name not in ("params", "lr", "weight_decay"))
-                raise RefusedError(f"{flags.get(key, '--optimizer_args')}: {path} takes no {key}; it takes {known}.")
-    _try_optimizer(args, path, optimizer_class, arguments, device)
+    arguments |= args.optimizer_args
+    _try_optimizer(args, optimizer_class, arguments, device)
     return optimizer_class, arguments
+
+
+def _try_optimizer(args, optimizer_class, arguments, device):
+    """Make one step of the optimizer and its schedule on a small weight, so that bad values are refused now."""
+    weight = torch.nn.Parameter(torch.ones(4, 4, device=device))
+    weight.grad = torch.ones_like(weight)
+    try:
+        json.dumps(args.optimizer_args)  # as run.json will have them
+        optimizer = optimizer_class([weight], **arguments)
+        schedule = make_schedule(args, optimizer, num_steps=10**9)
+        optimizer.step()
+        schedule.step()
+    except Exception as error:  # each class has errors of its own for bad values
+        raise RefusedError(
+            f"--optimizer {args.optimizer}, which takes {', '.join(inspect.signature(optimizer_class).parameters)}, "
+            f"does not work with --learning_rate {args.learning_rate}, --weight_decay {args.weight_decay}, "
+            f"--lr_scheduler {args.lr_scheduler} and --optimizer_args {args.optimizer_args}: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}."
+        ) from None
 
 
 def make_schedule(args, optimizer, num_steps):
@@ -79,22 +89,37 @@ def make_schedule(args, optimizer, num_steps):
     )
 
 
-def _try_optimizer(args, path, optimizer_class, arguments, device):
-    """Make one step of the optimizer and its schedule on a small weight, so that bad values are refused now."""
-    weight = torch.nn.Parameter(torch.ones(4, 4, device=device))
-    weight.grad = torch.ones_like(weight)
-    try:
-        json.dumps(args.optimizer_args)  # as run.json will have them
-        optimizer = optimizer_class([weight], **arguments)
-        schedule = make_schedule(args, optimizer, num_steps=10**9)
-        optimizer.step()
-        schedule.step()
-    except Exception as error:  # each class has errors of its own for bad values
-        raise RefusedError(
-            f"--optimizer {args.optimizer} ({path}) does not work with --learning_rate {args.learning_rate}, "
-            f"--lr_scheduler {args.lr_scheduler} and --optimizer_args {args.optimizer_args}: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}."
-        ) from None
+def prepare_training(accelerator, module, args, *, optimizer, last_step):
+    """Prepare what trains `module`. Its fp32 masters are made after Accelerate has placed, and maybe sharded, it.
+
+    Args:
+        accelerator (`Accelerator`)
+        module (`nn.Module`): What requires a gradient is trained.
+        args (`argparse.Namespace`)
+        optimizer (`tuple[type, dict]`): Class and arguments, from `find_optimizer`.
+        last_step (`int`): The optimizer step at which the schedule ends.
+
+    Returns:
+        `tuple` of the prepared module, the prepared optimizer, the schedule and the `MasterWeights`.
+    """
+    optimizer_class, arguments = optimizer
+    if uses_deepspeed(accelerator):
+        # Its engine takes both together, and keeps fp32 copies itself where they are needed.
+        optimizer = optimizer_class(trainable_parameters(module).values(), **arguments)
+        model, prepared_optimizer = accelerator.prepare(module, optimizer)
+        weights = MasterWeights(model)
+    else:
+        model = accelerator.prepare(module)
+        weights = MasterWeights(model)
+        optimizer = optimizer_class(weights.masters, **arguments)
+        prepared_optimizer = accelerator.prepare(optimizer)
+    # The schedule is not prepared: Accelerate would step it once per process.
+    return model, prepared_optimizer, make_schedule(args, optimizer, last_step), weights
+
+
+def uses_deepspeed(accelerator):
+    """Return whether DeepSpeed's engine trains."""
+    return accelerator.distributed_type.value == "DEEPSPEED"
 
 
 class MasterWeights:
@@ -102,23 +127,41 @@ class MasterWeights:
 
     bf16 has 8 significant bits: an update of less than 1/512 of a weight would be rounded away, which at usual
     learning rates is all of them. So the optimizer works on fp32 copies, and the model gets them rounded. Where the
-    parameters are fp32 already they are their own masters, and nothing is copied.
+    parameters are fp32 already they are their own masters, and nothing is copied. DDP averages the sums of the masters
+    then, where it would average gradients in bf16 of the last micro-batch.
 
     Args:
-        parameters (`list[nn.Parameter]`): The trainable parameters.
+        model (`nn.Module`): As `accelerator.prepare` returned it: what is sharded has masters of its shards.
+
+    Attributes:
+        parameters (`dict[str, nn.Parameter]`): What is trained, by its name in the module that was prepared.
+        masters (`list[torch.Tensor]`): In the same order.
     """
 
-    def __init__(self, parameters):
-        self.parameters = list(parameters)
+    def __init__(self, model):
+        self.parameters = trainable_parameters(getattr(model, "module", model))  # DDP and DeepSpeed wrap it
         self.masters = [
             p if p.dtype == torch.float32 else p.detach().to(torch.float32, copy=True).requires_grad_()
-            for p in self.parameters
+            for p in self.parameters.values()
         ]
-        self._pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
-        self._are_averaged = False  # by DDP, in the backward pass at work
+        self._pairs = [(p, m) for p, m in zip(self.parameters.values(), self.masters, strict=True) if p is not m]
+        self._are_averaged = False  # by DDP, in the current backward pass
+        if self._pairs and isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(dict(self._pairs), self._average)
+
+    def state_dict(self):
+        """Return the masters by the names of their parameters."""
+        return dict(zip(self.parameters, self.masters, strict=True))
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors):
+        """Replace the masters, and with them the parameters, by tensors (`dict[str, torch.Tensor]`) of these names."""
+        for name, master in self.state_dict().items():
+            master.copy_(tensors[name])
+        self.write_back()
 
     def take_gradients(self):
-        """Add the gradients of the parameters, and take them away, to those of their masters."""
+        """Move the gradients of the parameters to their masters, adding them up."""
         for parameter, master in self._pairs:
             if parameter.grad is not None:
                 gradient, parameter.grad = parameter.grad, None
@@ -127,17 +170,9 @@ class MasterWeights:
                     master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         self._are_averaged = False
 
-    def average_in_fp32(self, model):
-        """Let DDP average the sums of the masters, where it would average gradients in bf16 of the last micro-batch.
-
-        Call it with what `accelerator.prepare` returned, before the first step.
-        """
-        if self._pairs and isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(dict(self._pairs), self._average)
-
     @torch.no_grad()
     def _average(self, masters, bucket):
-        """Average a bucket of DDP, while the backward pass goes on: one communication, of fp32 sums."""
+        """Average a bucket of DDP during the backward pass: one communication, of fp32 sums."""
         parameters = bucket.parameters()
         if parameters[0] not in masters:  # in fp32, as all of this bucket
             return allreduce_hook(None, bucket)
@@ -152,7 +187,7 @@ class MasterWeights:
             master.grad = part
         sums.div_(torch.distributed.get_world_size())
         buffer, work = bucket.buffer(), torch.distributed.all_reduce(sums, async_op=True)
-        # DDP waits for it; what it then has of this bucket is not looked at.
+        # DDP waits for it; what it then has of this bucket is not used.
         return work.get_future().then(lambda _: buffer)
 
     @torch.no_grad()

@@ -103,7 +103,7 @@ def measured(monkeypatch):
 
 @pytest.fixture
 def mixed(tmp_path):
-    """Folder of two pictures, a clip and a folder of three frames."""
+    """Folder of two images, a clip and a folder of three frames."""
     folder = tmp_path / "mixed"
     write_picture(folder / "sub" / "a b.png")
     write_picture(folder / "turned.jpg", (30, 20), orientation=6)
@@ -126,7 +126,7 @@ def test_the_columns_are_open_soras(mixed, capsys):
         # Stored 30 wide and 20 high, and shown turned by a quarter.
         ["turned.jpg", "a picture", "1", "30", "20", "1.5", "600", ""],
     ]
-    assert capsys.readouterr().out == f"2 pictures and 2 clips in {table}\n"
+    assert capsys.readouterr().out == f"2 images and 2 clips in {table}\n"
     assert sorted(path.name for path in mixed.glob("*metadata*")) == ["metadata.csv"]
     assert not kept_of(table).exists()
 
@@ -159,7 +159,7 @@ def test_a_gif_of_one_frame_is_a_picture(tmp_path, capsys):
     make(tmp_path)
     (row,) = read_csv(tmp_path / "metadata.csv")
     assert (row["num_frames"], row["fps"]) == ("1", "")
-    assert capsys.readouterr().out.startswith("1 pictures and 0 clips")
+    assert capsys.readouterr().out.startswith("1 images and 0 clips")
 
 
 @pytest.mark.parametrize("suffix", METADATA_SUFFIXES)
@@ -412,7 +412,7 @@ def test_all_bad_files_are_listed_and_the_rest_is_kept(mixed, capsys, caplog, me
     measured.clear()
     make(mixed, "--on_bad_sample", "skip")
     assert sorted(measured) == ["clip.mp4", "sub/a b.png"]
-    assert capsys.readouterr().out == f"1 pictures and 1 clips in {mixed / 'metadata.csv'}\n"
+    assert capsys.readouterr().out == f"1 images and 1 clips in {mixed / 'metadata.csv'}\n"
     assert "3 of 5 items are left out:\n  clip.mp4 cannot be used: FFmpeg cannot decode its codec" in caplog.text
     assert [row["path"] for row in read_csv(mixed / "metadata.csv")] == ["frames", "turned.jpg"]
 
@@ -482,7 +482,7 @@ def test_the_script_itself(mixed):
     (mixed / "bad.txt").write_text("bad")
     done = run("mixed", "--on_bad_sample", "skip", cwd=mixed.parent)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"2 pictures and 2 clips in {mixed / 'metadata.csv'}\n"
+    assert done.stdout == f"2 images and 2 clips in {mixed / 'metadata.csv'}\n"
     assert "1 of 5 items are left out:\n  bad.png is not a picture" in done.stderr
 
 
