@@ -113,7 +113,7 @@ class Case:
         return StepProfile({self.block_list: self.num_blocks}, build, device_type=self.device.type)
 
     def plan(self, mode):
-        """Return the `MemoryPlan` of the flags for "keep", "recompute" or "park"."""
+        """Return the `MemoryPlan` of all blocks for "keep", "recompute" or "park"."""
         flags = {
             "use_gradient_checkpointing": mode == "recompute",
             "use_gradient_checkpointing_offload": mode == "park",
@@ -211,14 +211,8 @@ def measure_seconds(case, run):
 
 def plan_for_half(case, profile):
     """Return the plan for a budget halfway between keeping and recomputing everything."""
-    ends = [profile.peak(case.plan(mode).modes).num_bytes for mode in ("keep", "recompute")]
-    return MemoryPlan.from_budget(
-        {case.block_list: case.num_blocks},
-        sum(ends) // 2,
-        peak_bytes=lambda modes: profile.peak(modes).num_bytes,
-        parked_bytes=profile.parked_bytes,
-        seconds=profile.added_seconds,
-    )
+    ends = [profile.peak(case.plan(mode)).num_bytes for mode in ("keep", "recompute")]
+    return MemoryPlan.from_budget({case.block_list: case.num_blocks}, sum(ends) // 2, profile.costs)
 
 
 def compare_modes(case, rounds):
@@ -256,7 +250,7 @@ def compare_modes(case, rounds):
         held, peak, counters = memory[name]
         predicted = f"{'':17}"
         if plan is not None:
-            num_bytes = profile.peak(plan.modes).num_bytes
+            num_bytes = profile.peak(plan).num_bytes
             predicted = f"{num_bytes / MIB:9.1f} {num_bytes / peak - 1:+7.1%}"
         moved = [counters[key] / MIB for key in ("bytes_to_host", "bytes_to_device")]
         print(

@@ -22,6 +22,14 @@ from blockwise import offload
 # The block that ran last, for messages about memory.
 last_run = {"block": lambda: None, "recomputed": False}
 
+# Blocks with a plan that have not been called through the dispatcher yet: see `blockwise.stock`.
+unreached_blocks = weakref.WeakSet()
+
+
+def owner_of(model):
+    """Return the block whose bound method `model` is, else `model` itself."""
+    return getattr(model, "__self__", model)
+
 
 def gradient_checkpoint_forward(
     model, use_gradient_checkpointing, use_gradient_checkpointing_offload, /, *args, **kwargs
@@ -33,7 +41,8 @@ def gradient_checkpoint_forward(
 
     Args:
         model (`nn.Module` or function):
-            The block to call.
+            The block to call. A `Mode` that a plan has put on it (`blockwise.stock.install_plan`) holds in addition
+            to the two switches.
         use_gradient_checkpointing (`bool`):
             Keep the arguments only, and run the block again in the backward pass. Off: a plain call.
         use_gradient_checkpointing_offload (`bool`):
@@ -51,7 +60,12 @@ def gradient_checkpoint_forward(
             from other values than the forward pass did.
         TypeError: A `torch.Generator` is among the arguments of a recomputed block.
     """
-    last_run.update(block=weakref.ref(model), recomputed=False)
+    block = owner_of(model)
+    last_run.update(block=weakref.ref(block), recomputed=False)
+    if (mode := getattr(block, "memory_mode", None)) is not None:
+        unreached_blocks.discard(block)
+        use_gradient_checkpointing |= mode.activations == "recompute"
+        use_gradient_checkpointing_offload |= mode.activations == "park"
     recompute = use_gradient_checkpointing or use_gradient_checkpointing_offload
     if not torch.is_grad_enabled():
         return model(*args, **kwargs)
@@ -64,7 +78,7 @@ def gradient_checkpoint_forward(
 
     tensors = []
     template = _map_leaves(functools.partial(_take_tensor, tensors), (args, kwargs))
-    inputs = _InputVersions(model, tensors)
+    inputs = _InputVersions(block, tensors)
     pending = [(args, kwargs)]
 
     def run(*tensors):
@@ -73,15 +87,15 @@ def gradient_checkpoint_forward(
             args, kwargs = pending.pop()
         else:
             inputs.check()
-            last_run.update(block=weakref.ref(model), recomputed=True)
+            last_run.update(block=weakref.ref(block), recomputed=True)
             args, kwargs = _map_leaves(functools.partial(_put_tensor, tensors), template)
         return model(*args, **kwargs)
 
     # The tensors go in by position and flat: neither torch nor DeepSpeed sees a tensor in a keyword or a container.
     if _deepspeed_checkpointing_is_configured():
-        output = _deepspeed_checkpoint(model, run, tensors)
+        output = _deepspeed_checkpoint(block, run, tensors)
     elif use_gradient_checkpointing_offload:
-        with offload.parked_inputs(model, tensors):
+        with offload.parked_inputs(block, tensors):
             output = checkpoint(run, *tensors, use_reentrant=False)
     else:
         offload.keep_shared(tensors)
@@ -230,7 +244,7 @@ def _deepspeed_checkpointing_is_configured():
     return deepspeed is not None and deepspeed.checkpointing.is_configured()
 
 
-def _deepspeed_checkpoint(model, run, tensors):
+def _deepspeed_checkpoint(block, run, tensors):
     """Recompute `run(*tensors)` through DeepSpeed; return its output in its own structure."""
     # Not its reentrant form, which loses the gradients of a block whose first input needs none.
     from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
@@ -247,7 +261,7 @@ def _deepspeed_checkpoint(model, run, tensors):
     # changes, and those that live on anyway are marked as not to be copied.
     aliases = []
     for position, tensor in enumerate(tensors):
-        sighting = offload.first_sighting(model, position, tensor)
+        sighting = offload.first_sighting(block, position, tensor)
         aliases.append(tensor.view_as(tensor))
         aliases[-1].no_checkpointing = sighting is None
         sightings.append(sighting)

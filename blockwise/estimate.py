@@ -20,13 +20,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from blockwise import offload
-from blockwise.plan import KEEP, PARK
+from blockwise.plan import Cost
 from blockwise.tracking import LiveBytes
 
 
 # What plans are compared by: assumed figures of a large accelerator in bf16, and of its link to the host.
 FLOPS_PER_SECOND, LINK_BYTES_PER_SECOND = 450e12, 50e9
 NUM_MULTIPROCESSORS = 132  # of the same accelerator
+
+PLANS_AT_ONCE = 2048  # of many that are compared
+
 
 # ---------------------------------------------------------------- tensors without content
 
@@ -204,100 +207,135 @@ class StepProfile:
         with self._fake_step(False) as (transformer, step):
             return _count_flops(transformer, step, self.block_lists)
 
-    def _blocks(self, modes):
-        """Yield for each block of the real model its name, its counterpart in the recordings, and its mode."""
-        first = 0
+    @functools.cached_property
+    def _blocks(self):
+        """The blocks of the real model: the name of each and the index of its counterpart in the recordings."""
+        blocks, first = [], 0
         for name, num_blocks in self.block_lists.items():
             num_recorded = min(num_blocks, 3)
-            for index, mode in enumerate(modes[name]):
-                last = index == num_blocks - 1
-                yield f"{name}.{index}", first + (num_recorded - 1 if last else min(index, 1)), mode
+            for index in range(num_blocks):
+                is_last = index == num_blocks - 1
+                blocks.append((f"{name}.{index}", first + (num_recorded - 1 if is_last else min(index, 1))))
             first += num_recorded
+        return blocks
 
-    def parked_bytes(self, modes):
-        """Return the bytes in host memory when the forward pass of a plan (`MemoryPlan.modes`) has ended."""
-        parked = [counterpart for _, counterpart, mode in self._blocks(modes) if mode == PARK]
-        return sum(self._record(True).input_bytes[counterpart] for counterpart in parked)
+    def _activations(self, plan):
+        """Return for each block of the real model what a plan does with its activations."""
+        return [mode.activations for name in self.block_lists for mode in plan.modes[name]]
 
-    def working_set_bytes(self, modes):
-        """Return what the backward pass of one block of a plan takes at most, above what was alive before it."""
+    def _input_bytes(self, plans, kind="input_bytes"):
+        """Return for each block of the real model what it could park: zero if no plan parks."""
+        if not any("park" in self._activations(plan) for plan in plans):
+            return [0] * len(self._blocks)
+        recorded = getattr(self._record(True), kind)
+        return [recorded[block] for _, block in self._blocks]
+
+    def parked_bytes(self, plan):
+        """Return the bytes in host memory when the forward pass of a `MemoryPlan` has ended."""
+        pairs = zip(self._input_bytes([plan]), self._activations(plan), strict=True)
+        return sum(num_bytes for num_bytes, where in pairs if where == "park")
+
+    def working_set_bytes(self, plan):
+        """Return what the backward pass of one block of a `MemoryPlan` takes at most, above what was alive before."""
         highest = 0
-        for _, counterpart, mode in self._blocks(modes):
-            recording = self._record(mode != KEEP)
-            again, backward = recording.recomputation[counterpart], recording.backward[counterpart]
+        for (_, block), where in zip(self._blocks, self._activations(plan), strict=True):
+            recording = self._record(where != "keep")
+            again, backward = recording.recomputation[block], recording.backward[block]
             highest = max(highest, again.rise_bytes, again.change_bytes + backward.rise_bytes)
         return highest
 
-    def peak(self, modes, *, gradient_factor=1):
-        """Return the `Peak` of a plan (`MemoryPlan.modes`).
+    def peak(self, plan, *, gradient_factor=1):
+        """Return the `Peak` of a `MemoryPlan`.
 
         Args:
             gradient_factor (`float`):
                 How many bytes stay of each byte of gradients that the backward pass makes: 0 where they are added to
                 those that are there already, or go into a buffer; 2 where it makes fp32 sums of bf16 gradients.
         """
-        return max(self._moments(modes, gradient_factor), key=lambda moment: moment.num_bytes)
+        (alive,), (gradients,) = self._moments([plan], gradient_factor)
+        names = [name for name, _ in self._blocks]
+        places = ["before the blocks", *(f"forward of {name}" for name in names), "after the blocks"]
+        places += [f"backward of {name}" for name in reversed(names) for _ in range(2)]
+        highest = int(alive.argmax())
+        return Peak(int(alive[highest]), int(gradients[highest]), places[highest])
 
-    def _moments(self, modes, gradient_factor):
-        blocks = list(self._blocks(modes))
-        recordings = {mode: self._record(mode != KEEP) for *_, mode in blocks}
-        some = next(iter(recordings.values()))
-        live = gradients = 0  # the first without the second
+    def costs(self, plans, *, gradient_factor=1):
+        """Return what each of many plans costs, for `MemoryPlan.from_budget`.
 
-        def moment(piece, place, gone=0):
-            nonlocal live, gradients
-            start = live
-            # With gradients, and without, the highest may be at two moments of a piece.
-            reached = max(
-                (piece.rise_bytes - piece.rise_gradient_bytes, gradients + piece.rise_gradient_bytes),
-                (piece.rise_of_others_bytes, gradients),
-                key=lambda pair: pair[0] + gradient_factor * pair[1],
-            )
-            held = round(gradient_factor * reached[1])
-            live += piece.change_bytes - piece.change_gradient_bytes
-            gradients += piece.change_gradient_bytes
-            return Peak(start + reached[0] + held - gone, held, place)
+        A recomputed block runs forward again. A parked one also crosses the link to the host, which costs nothing as
+        far as the computation of another block hides it.
 
-        yield moment(some.before, "before the blocks")
-        # The newest parked input stays on the device until the next one is parked, and in the backward pass each is
-        # fetched while the parked block after it is at work: see `blockwise.offload`.
-        parked = []
-        for name, counterpart, mode in blocks:
-            if mode == PARK:
-                if parked:
-                    live -= recordings[PARK].input_bytes[parked[-1]]
-                parked.append(counterpart)
-            yield moment(recordings[mode].forward[counterpart], f"forward of {name}")
-        yield moment(recordings[blocks[-1][2]].after, "after the blocks")
-        newest = True
-        for name, counterpart, mode in reversed(blocks):
-            gone = 0
-            if mode == PARK:
-                parked.pop()
-                if parked:
-                    live += recordings[PARK].input_bytes[parked[-1]]
-                if not newest:
-                    # What was fetched and needs no gradient is gone as soon as the block has run again.
-                    gone = recordings[PARK].frozen_input_bytes[counterpart]
-                newest = False
-            yield moment(recordings[mode].recomputation[counterpart], f"backward of {name}")
-            yield moment(recordings[mode].backward[counterpart], f"backward of {name}", gone)
+        Args:
+            plans (`list[MemoryPlan]`)
+            gradient_factor (`float`): See `peak`.
 
-    def added_seconds(self, modes):
-        """Return what a plan (`MemoryPlan.modes`) adds to the time of a step on an accelerator, for comparison.
-
-        A recomputed block runs forward again. A parked one also crosses the link, which costs nothing as far as the
-        computation of another block hides it.
+        Returns:
+            `list[Cost]`: Of a step on an accelerator, in addition to what was there before it.
         """
-        seconds = 0.0
-        for _, counterpart, mode in self._blocks(modes):
-            recomputed = self._flops[counterpart] / FLOPS_PER_SECOND
-            if mode != KEEP:
-                seconds += recomputed
-            if mode == PARK:
-                moved = self._record(True).input_bytes[counterpart] / LINK_BYTES_PER_SECOND
-                seconds += max(0.0, moved - recomputed)
-        return seconds
+        recomputed = [self._flops[block] / FLOPS_PER_SECOND for _, block in self._blocks]
+        input_bytes = self._input_bytes(plans)
+        moved = [num_bytes / LINK_BYTES_PER_SECOND for num_bytes in input_bytes]
+        seconds = {"keep": [0.0] * len(moved), "recompute": recomputed, "park": list(map(max, recomputed, moved))}
+        costs = []
+        for first in range(0, len(plans), PLANS_AT_ONCE):
+            some = plans[first : first + PLANS_AT_ONCE]
+            peaks = self._moments(some, gradient_factor)[0].amax(1).tolist()
+            for plan, peak_bytes in zip(some, peaks, strict=True):
+                activations = self._activations(plan)
+                added = sum(seconds[where][index] for index, where in enumerate(activations))
+                parked = sum(input_bytes[index] for index, where in enumerate(activations) if where == "park")
+                costs.append(Cost(added, parked, int(peak_bytes)))
+        return costs
+
+    def _moments(self, plans, gradient_factor):
+        """Return what is alive at the highest moment of each piece of a step, and the gradients among it.
+
+        Returns:
+            Two `torch.Tensor` in float64 of shape (plans, 2 + 3 * blocks). The pieces: before the blocks, the forward
+            pass of each, after them; then of each, the last first, its recomputation and its backward pass.
+        """
+        activations = [self._activations(plan) for plan in plans]
+        recomputed = torch.tensor([[where != "keep" for where in row] for row in activations])  # (plans, blocks)
+        parked = torch.tensor([[where == "park" for where in row] for row in activations])
+        num_blocks = len(self._blocks)
+        backwards = list(reversed(range(num_blocks)))
+        block_of_piece = [0, *range(num_blocks), num_blocks - 1, *(index for index in backwards for _ in range(2))]
+        tables = [self._pieces(mode) for mode in (False, True) if (recomputed == mode).any()]
+        pieces = torch.where(recomputed[:, block_of_piece, None], tables[-1], tables[0])
+        rise, change, gradient_rise, gradient_change, rise_of_others = pieces.unbind(2)  # (plans, pieces)
+        change = change - gradient_change
+
+        # The newest parked input stays on the device until the next one is parked, and in the backward pass each is
+        # fetched while the parked block after it is recomputed: see `blockwise.offload`.
+        index = torch.arange(num_blocks)
+        newest = torch.where(parked, index, -1).cummax(1).values
+        before = torch.cat([torch.full_like(newest[:, :1], -1), newest[:, :-1]], 1)  # the parked one before each block
+        input_bytes = torch.tensor([*self._input_bytes(plans), 0], dtype=torch.float64)
+        moved = torch.where(parked, input_bytes[before], 0)
+        # What was fetched and needs no gradient is gone as soon as the block has run again.
+        frozen = torch.tensor(self._input_bytes(plans, "frozen_input_bytes"), dtype=torch.float64)
+        gone = torch.zeros_like(change)
+        gone[:, num_blocks + 3 :: 2] = torch.where(parked & (index != newest[:, -1:]), frozen, 0).flip(1)
+        arrived = torch.zeros_like(change)
+        arrived[:, 1 : num_blocks + 1] = -moved
+        arrived[:, num_blocks + 2 :: 2] = moved.flip(1)
+
+        start = (change + arrived).cumsum(1) - change
+        gradients = gradient_change.cumsum(1) - gradient_change
+        # With gradients, and without, the highest may be at two moments of a piece.
+        with_gradients = rise - gradient_rise + gradient_factor * (gradients + gradient_rise)
+        is_with = with_gradients >= rise_of_others + gradient_factor * gradients
+        held = (gradient_factor * torch.where(is_with, gradients + gradient_rise, gradients)).round()
+        return start + torch.where(is_with, rise - gradient_rise, rise_of_others) + held - gone, held
+
+    def _pieces(self, recompute):
+        """Return the pieces of a step of the real model as `_moments` has them, of shape (pieces, fields of one)."""
+        recording = self._record(recompute)
+        counterparts = [block for _, block in self._blocks]
+        pieces = [recording.before, *(recording.forward[block] for block in counterparts), recording.after]
+        for block in reversed(counterparts):
+            pieces += [recording.recomputation[block], recording.backward[block]]
+        return torch.tensor([dataclasses.astuple(piece) for piece in pieces], dtype=torch.float64)
 
 
 @dataclasses.dataclass

@@ -93,7 +93,8 @@ def test_files_of_a_lora_run(lora_run, photos):
     assert run["arguments"]["lora_rank"] == 4 and run["arguments"]["learning_rate"] == 1e-3
     assert run["arguments"]["weight_decay"] == 0.01, "resolved, not only what was given"
     assert run["versions"]["torch"] == torch.__version__
-    assert run["plan"] == {"transformer_blocks": ["keep", "keep"]}
+    mode = {"activations": "keep", "weights": "resident", "units": 1}
+    assert run["plan"] == {"transformer_blocks": [mode, mode]}
     assert {entry["dtype"] for entry in run["trainable"]} == {"float32"}
     assert len(run["trainable"]) == 2 * (24 - 4)
     assert not [e for e in run["trainable"] if "blocks.1.txt_mlp" in e["name"] or "blocks.1.attn.to_add" in e["name"]]
@@ -148,7 +149,8 @@ def test_same_bytes_again_and_in_every_memory_mode(flags, lora_run, train):
     assert (other / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
     assert without_measurements(metrics(other)) == without_measurements(metrics(lora_run))
     if "--checkpoint_blocks" in flags:
-        assert json.loads((other / "run.json").read_text())["plan"] == {"transformer_blocks": ["recompute", "keep"]}
+        plan = json.loads((other / "run.json").read_text())["plan"]["transformer_blocks"]
+        assert [block["activations"] for block in plan] == ["recompute", "keep"]
 
 
 def test_same_bytes_when_the_inputs_are_really_parked(lora_run, script, tiny_qwen_image, photos, tmp_path):
@@ -351,7 +353,8 @@ def test_revision(script, tiny_qwen_image, photos, tmp_path):
     ]
     weights.unlink()  # which are of two blocks
     script("train_qwen_image.py", *argv, *LORA, "--dry_run", "--revision", "large", env={"HF_HUB_CACHE": repo.parent})
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["plan"] == {"transformer_blocks": ["keep"] * 3}
+    plan = json.loads((tmp_path / "out" / "run.json").read_text())["plan"]["transformer_blocks"]
+    assert [block["activations"] for block in plan] == ["keep"] * 3
 
 
 def test_deterministic(lora_run, train, monkeypatch):

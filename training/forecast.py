@@ -306,22 +306,34 @@ class RunForecast:
                 fixed["adapters"] //= n
         return fixed, at_step
 
-    def training(self, modes, strategy=None, num_processes=None):
+    def training(self, plan, strategy=None, num_processes=None):
         """Return the bytes of a process by category at the highest moment of a step, and when that is.
 
         To the state of the optimizer belong the fp32 masters of weights in bf16.
         """
         strategy = strategy or self.launch.strategy
-        fixed, gradients_at_step = self._shares(strategy, num_processes or self.launch.num_processes)
-        fixed["batch"] = self._batch_bytes
-        fixed["optimizer_state"] += fixed.pop("masters")
-        peak = self.profile.peak(modes, gradient_factor=self._gradient_factor(strategy))
+        fixed, at_step = self._held(strategy, num_processes or self.launch.num_processes)
+        peak = self.profile.peak(plan, gradient_factor=self._gradient_factor(strategy))
         during = fixed | {"activations": peak.num_bytes - peak.gradient_bytes}
         during["gradients"] = fixed["gradients"] + peak.gradient_bytes
-        at_step = fixed | {"gradients": gradients_at_step, "activations": self._bytes["transient"]}
         if sum(at_step.values()) > sum(during.values()):
             return at_step, "optimizer step"
         return during, peak.place
+
+    def _held(self, strategy, num_processes):
+        """Return the bytes by category that a step finds, and those at the optimizer step."""
+        fixed, gradients_at_step = self._shares(strategy, num_processes)
+        fixed["batch"] = self._batch_bytes
+        fixed["optimizer_state"] += fixed.pop("masters")
+        return fixed, fixed | {"gradients": gradients_at_step, "activations": self._bytes["transient"]}
+
+    def costs(self, plans):
+        """Return what each of many plans costs; see `MemoryPlan.from_budget`. The peak is that of the whole run."""
+        fixed, at_step = self._held(self.launch.strategy, self.launch.num_processes)
+        held, phases = sum(fixed.values()), self.phases(plans[0]) | {"training": sum(at_step.values())}
+        costs = self.profile.costs(plans, gradient_factor=self._gradient_factor(self.launch.strategy))
+        floor = max(phases.values())
+        return [dataclasses.replace(cost, peak_bytes=max(floor, held + cost.peak_bytes)) for cost in costs]
 
     def _gradient_factor(self, strategy):
         """Return what the backward pass leaves of each byte of gradients that it makes: see `StepProfile.peak`."""
@@ -335,17 +347,17 @@ class RunForecast:
             return whole["masters"] / whole["gradients"]
         return 1 if num_micro_batches > 2 else 0  # of those in the middle, which are not averaged yet
 
-    def phases(self, modes):
+    def phases(self, plan):
         """Return the peak of each phase of the run, in bytes of a process on its device."""
-        return self._phases(modes)[0]
+        return self._phases(plan)[0]
 
-    def previews_take_turns(self, modes):
+    def previews_take_turns(self, plan):
         """Return whether the parts that make previews have the device one at a time, since all do not fit together."""
-        return self._phases(modes)[1]
+        return self._phases(plan)[1]
 
-    def _phases(self, modes):
+    def _phases(self, plan):
         before = {phase: peak for phase, peak in self._encoded[0].items() if self.to_encode[phase]}
-        training = {"training": sum(self.training(modes)[0].values())}
+        training = {"training": sum(self.training(plan)[0].values())}
         fixed, _ = self._shares(self.launch.strategy, self.launch.num_processes)
         held, sampling = sum(fixed.values()), self.profile.inference_bytes + self._batch_bytes
         # The exported file is loaded back, at the end, beside what training leaves.
@@ -376,17 +388,17 @@ class RunForecast:
         """Bytes of the transformer that leave the device where parts of the pipeline take turns."""
         return self._bytes["weights"] if self.args.training_mode == "lora" else 0
 
-    def host_bytes(self, modes):
+    def host_bytes(self, plan):
         """Return the host memory of all processes on this machine at its highest.
 
         Weights are read by mapping their files: however many processes do it, these pages are there once.
         """
-        phases, takes_turns = self._phases(modes)
+        phases, takes_turns = self._phases(plan)
         weights = [num_bytes for phase, num_bytes in self._encoded[1].items() if self.to_encode[phase]]
         # Batches that are made ahead, two for each thread, and the one that is trained on.
         ahead = self._batch_bytes * (2 * self.args.dataloader_num_workers + 1)
         mapped = max([*weights, self._bytes["weights"]])
-        training = self.profile.parked_bytes(modes)
+        training = self.profile.parked_bytes(plan)
         if self.args.ema and self.args.offload_ema:
             training += self._bytes["ema"]
         preview_weights = 0
@@ -413,34 +425,34 @@ class RunForecast:
 
     def describe(self, plan):
         """Return the forecast of a `MemoryPlan` as run.json has it; all in bytes."""
-        by_category, place = self.training(plan.modes)
-        phases = self.phases(plan.modes)
+        by_category, place = self.training(plan)
+        phases = self.phases(plan)
         peak_phase = max(phases, key=phases.get)
         n = self.launch.num_processes if self.launch.num_processes > 1 else 8
         return {
             "training_peak_bytes": phases["training"],
             "training_peak_place": place,
             **({"by_mode": self._by_mode()} if self.args.dry_run else {}),
-            "working_set_bytes": self.profile.working_set_bytes(plan.modes),
+            "working_set_bytes": self.profile.working_set_bytes(plan),
             "peak_phase": peak_phase,
             "by_category": by_category,
             "phases": phases,
-            "parked_bytes": self.profile.parked_bytes(plan.modes),
-            "host_bytes": self.host_bytes(plan.modes),
+            "parked_bytes": self.profile.parked_bytes(plan),
+            "host_bytes": self.host_bytes(plan),
             "device_type": self.launch.device_type,
             "strategy": self.launch.strategy,
             "num_processes": self.launch.num_processes,
             "num_local_processes": self.launch.num_local_processes,
             "per_process": {
                 "num_processes": n,
-                **{name: sum(self.training(plan.modes, name, n)[0].values()) for name in STRATEGIES},
+                **{name: sum(self.training(plan, name, n)[0].values()) for name in STRATEGIES},
             },
         }
 
     def _by_mode(self):
         """Return the training peak of each mode for all blocks."""
         flags = zip(("keep", "recompute", "park"), (None, *_MEMORY_SWITCHES), strict=True)
-        return {mode: sum(self.training(self._plan_with(flag).modes)[0].values()) for mode, flag in flags}
+        return {mode: sum(self.training(self._plan_with(flag))[0].values()) for mode, flag in flags}
 
     def _plan_with(self, flag):
         """Return the `MemoryPlan` of all blocks with one of the switches, or with none."""
@@ -455,12 +467,12 @@ class RunForecast:
             phase (`str`, *optional*): The phase whose peak it is; without it the highest of the run.
         """
 
-        def peak(forecast, modes):
-            phases = forecast.phases(modes)
+        def peak(forecast, plan):
+            phases = forecast.phases(plan)
             return phases.get(phase, 0) if phase else max(phases.values())
 
-        now = peak(self, plan.modes)
-        saved = [(text, now - peak(other, modes)) for text, other, modes in self._alternatives(plan)]
+        now = peak(self, plan)
+        saved = [(text, now - peak(other, changed)) for text, other, changed in self._alternatives(plan)]
         return sorted((entry for entry in saved if entry[1] > 0), key=lambda entry: -entry[1])
 
     def _alternatives(self, plan):
@@ -468,18 +480,18 @@ class RunForecast:
         if args.memory_budget is None:
             for name in _MEMORY_SWITCHES:
                 if (other := self._plan_with(name)) != plan:
-                    yield f"--{name}", self, other.modes
+                    yield f"--{name}", self, other
         if args.bucket_config is None:
             yield from self._smaller_batches(plan)
         if self.previews is not None:
-            yield "no --validation_prompt", self._with(previews=None), plan.modes
+            yield "no --validation_prompt", self._with(previews=None), plan
         if args.ema and not args.offload_ema:
-            yield "--offload_ema", self._with(args=_changed(args, offload_ema=True)), plan.modes
+            yield "--offload_ema", self._with(args=_changed(args, offload_ema=True)), plan
         if args.optimizer == "adamw" and importlib.util.find_spec("bitsandbytes"):
             from bitsandbytes.optim import AdamW8bit
 
             other = self._with(optimizer=(AdamW8bit, {"lr": args.learning_rate}))
-            yield "--optimizer adamw_8bit", other, plan.modes
+            yield "--optimizer adamw_8bit", other, plan
         if args.training_mode == "lora" and args.lora_rank > 1:
             rank = args.lora_rank // 2
             parameters = {
@@ -487,7 +499,7 @@ class RunForecast:
                 for name, (shape, dtype) in self.parameters.items()
             }
             other = self._with(args=_changed(args, lora_rank=rank), parameters=parameters)
-            yield f"--lora_rank {rank}", other, plan.modes
+            yield f"--lora_rank {rank}", other, plan
 
     def _smaller_batches(self, plan):
         args = self.args
@@ -495,15 +507,15 @@ class RunForecast:
             size, steps = args.train_batch_size // 2, args.gradient_accumulation_steps * 2
             text = f"--train_batch_size {size} --gradient_accumulation_steps {steps}"
             changed = _changed(args, train_batch_size=size, gradient_accumulation_steps=steps)
-            yield text, self._with(args=changed), plan.modes
+            yield text, self._with(args=changed), plan
         largest = max(self.records, key=lambda record: math.prod(record["used"]["size"]))["used"]
         smaller = [max(32, round(side / math.sqrt(2) / 32) * 32) for side in largest["size"]]
         text = f"--max_pixels {math.prod(smaller)}" if args.max_pixels else "--width {} --height {}".format(*smaller)
-        yield text, self._with(records=[{"used": largest | {"size": smaller}}], held_out=[]), plan.modes
+        yield text, self._with(records=[{"used": largest | {"size": smaller}}], held_out=[]), plan
         if largest["frames"] > 5:
             frames = (largest["frames"] // 2 - 1) // 4 * 4 + 1
             other = self._with(records=[{"used": largest | {"frames": frames}}], held_out=[])
-            yield f"--num_frames {frames}", other, plan.modes
+            yield f"--num_frames {frames}", other, plan
 
     def _with(self, **changes):
         """Return the forecast of another run, with what the change leaves as it is."""
@@ -633,7 +645,7 @@ def plan_memory(args, forecast):
             plan = MemoryPlan.from_args(args, forecast.block_lists)
         except ValueError as error:
             raise RefusedError(str(error)) from None
-    limit, parked_bytes = args.offload_buffer_size, forecast.profile.parked_bytes(plan.modes)
+    limit, parked_bytes = args.offload_buffer_size, forecast.profile.parked_bytes(plan)
     if limit is None:
         limit = forecast.launch.host_bytes
         if parked_bytes > limit and not args.dry_run:
@@ -655,9 +667,7 @@ def _plan_for_budget(args, forecast):
     fastest = functools.partial(
         MemoryPlan.from_budget,
         forecast.block_lists,
-        peak_bytes=lambda modes: max(forecast.phases(modes).values()),
-        parked_bytes=forecast.profile.parked_bytes,
-        seconds=forecast.profile.added_seconds,
+        costs=forecast.costs,
         # A dry run may be for another machine.
         host_bytes=None if args.dry_run and forecast.launch.device_bytes is None else forecast.launch.host_bytes,
     )
@@ -665,7 +675,7 @@ def _plan_for_budget(args, forecast):
         return fastest(budget)
     except BudgetError as error:
         plan = fastest(error.smallest_bytes)
-        phases, helping = forecast.phases(plan.modes), forecast.suggestions(plan)
+        phases, helping = forecast.phases(plan), forecast.suggestions(plan)
         most = f" What would help most is {helping[0][0]}: {format_bytes(helping[0][1])} less." if helping else ""
         needed, phase = format_bytes(error.smallest_bytes, up=True), max(phases, key=phases.get)
         raise RefusedError(
@@ -709,14 +719,14 @@ def check_fits(forecast, plan):
     Raises:
         RefusedError: It does not.
     """
-    phases = forecast.phases(plan.modes)
+    phases = forecast.phases(plan)
     peak_phase = max(phases, key=phases.get)
     need = phases[peak_phase]
     budget = forecast.args.memory_budget
     if budget not in (None, "auto"):
         return f"fits in --memory_budget: {format_bytes(need)} of {format_bytes(budget)}"
     if forecast.launch.device_type == "cpu":
-        host, free = forecast.host_bytes(plan.modes), psutil.virtual_memory().available
+        host, free = forecast.host_bytes(plan), psutil.virtual_memory().available
         return f"on the CPU: {format_bytes(host)} in all, of the {format_bytes(free)} that the host has free"
     if forecast.launch.device_bytes is None:
         return f"no accelerator is here to compare with: one with {format_bytes(need + RESERVED_BYTES)} is needed"

@@ -65,7 +65,7 @@ class RunRecord:
         self.content = {
             "arguments": vars(args),
             "versions": versions,
-            "plan": plan.modes,
+            "plan": plan.as_dict(),
             "trainable": [
                 {"name": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
                 for name, (shape, dtype) in forecast.parameters.items()

@@ -391,7 +391,7 @@ class Stages:
                 family.sample,
                 **preview_settings(args, data.items, data.preview_images) | family.guidance(args.guidance_scale),
             ),
-            takes_turns=forecast.previews_take_turns(plan.modes),
+            takes_turns=forecast.previews_take_turns(plan),
             sigma_range=stage.sigma_range,
             place=stage.subfolder,
             load_other=partial(self._load_other, stage) if stage.other is not None else None,

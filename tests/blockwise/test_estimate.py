@@ -13,7 +13,7 @@ from transformers.optimization import Adafactor
 from blockwise import offload
 from blockwise.checkpointing import gradient_checkpoint_forward
 from blockwise.estimate import StepProfile, fake_tensors, optimizer_bytes, peak_of, without_content
-from blockwise.plan import MemoryPlan
+from blockwise.plan import MemoryPlan, Mode
 from blockwise.tracking import LiveBytes
 from pipelines.qwen_image import QwenImage, never_trained_modules
 from pipelines.wan_video import WanVideo
@@ -102,7 +102,11 @@ def predicted_and_measured(family, mode, modes, *, batch_size, side, dropout=0.0
 
 
 def pattern(letters):
-    return tuple({"k": "keep", "r": "recompute", "p": "park"}[letter] for letter in letters)
+    return tuple(Mode({"k": "keep", "r": "recompute", "p": "park"}[letter]) for letter in letters)
+
+
+def wan_plan(letters):
+    return MemoryPlan({"blocks": pattern(letters)})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,8 +122,8 @@ def test_peak_of_a_step(family, mode, letters, batch_size, side):
     profile, plan, measured, parked_bytes = predicted_and_measured(
         family, mode, pattern(letters), batch_size=batch_size, side=side
     )
-    assert profile.peak(plan.modes).num_bytes == pytest.approx(measured, rel=0.006)
-    assert profile.parked_bytes(plan.modes) == parked_bytes
+    assert profile.peak(plan).num_bytes == pytest.approx(measured, rel=0.006)
+    assert profile.parked_bytes(plan) == parked_bytes
     assert (parked_bytes > 0) == ("p" in letters)
 
 
@@ -130,7 +134,7 @@ def test_peak_with_dropout_and_with_gradients_of_an_earlier_micro_batch(family):
             profile, plan, measured, _ = predicted_and_measured(
                 family, mode, pattern("rrkk"), batch_size=1, side=24, **changes
             )
-            peak = profile.peak(plan.modes, gradient_factor=0 if changes.get("gradients_exist") else 1)
+            peak = profile.peak(plan, gradient_factor=0 if changes.get("gradients_exist") else 1)
             assert peak.num_bytes == pytest.approx(measured, rel=0.006), changes
             assert peak.gradient_bytes == 0 or "gradients_exist" not in changes
 
@@ -138,7 +142,7 @@ def test_peak_with_dropout_and_with_gradients_of_an_earlier_micro_batch(family):
 def test_gradients_of_which_the_backward_pass_leaves_twice_their_bytes():
     """By hand, of a model whose gradients are most of what it takes: at the end all of them are there."""
     profile, *_ = predicted_and_measured("wan", "full", pattern("rrrrrr"), batch_size=1, side=2)
-    once, twice, never = (profile.peak({"blocks": pattern("rrrrrr")}, gradient_factor=f) for f in (1, 2, 0))
+    once, twice, never = (profile.peak(wan_plan("rrrrrr"), gradient_factor=f) for f in (1, 2, 0))
     assert twice.gradient_bytes == 2 * once.gradient_bytes and never.gradient_bytes == 0
     assert twice.num_bytes - once.num_bytes == once.gradient_bytes
     assert never.num_bytes < once.num_bytes < never.num_bytes + once.gradient_bytes
@@ -147,11 +151,9 @@ def test_gradients_of_which_the_backward_pass_leaves_twice_their_bytes():
 def test_the_place_of_the_peak():
     """By hand: what is kept is highest at the end of the forward pass, what is recomputed at the first block after."""
     profile, *_ = predicted_and_measured("wan", "lora", pattern("kkkkkk"), batch_size=1, side=24)
-    assert profile.peak({"blocks": pattern("kkkkkk")}).place.endswith("blocks.5")
-    assert profile.peak({"blocks": pattern("rrrrrr")}).place == "backward of blocks.5"
-    assert (
-        profile.peak({"blocks": pattern("rrrkkk")}).num_bytes < profile.peak({"blocks": pattern("rrkkkk")}).num_bytes
-    )
+    assert profile.peak(wan_plan("kkkkkk")).place.endswith("blocks.5")
+    assert profile.peak(wan_plan("rrrrrr")).place == "backward of blocks.5"
+    assert profile.peak(wan_plan("rrrkkk")).num_bytes < profile.peak(wan_plan("rrkkkk")).num_bytes
 
 
 class TwoLists(nn.Module):
@@ -167,7 +169,8 @@ class TwoLists(nn.Module):
     def run(self, hidden_states, side, blocks):
         for one, modes in ((self.side, side), (self.blocks, blocks)):
             for block, mode in zip(one, modes, strict=True):
-                hidden_states = gradient_checkpoint_forward(block, mode != "keep", mode == "park", hidden_states)
+                flags = mode.activations != "keep", mode.activations == "park"
+                hidden_states = gradient_checkpoint_forward(block, *flags, hidden_states)
         return hidden_states.square().mean()
 
 
@@ -178,7 +181,7 @@ def test_several_block_lists(side, blocks):
     def build(recompute):
         with init_empty_weights():
             model = TwoLists(*(min(count, 3) for count in lists.values()))
-        modes = [["recompute" if recompute else "keep"] * min(count, 3) for count in lists.values()]
+        modes = [[Mode("recompute" if recompute else "keep")] * min(count, 3) for count in lists.values()]
 
         def make_step():
             x = torch.empty(256, 64)
@@ -187,11 +190,11 @@ def test_several_block_lists(side, blocks):
         return model, make_step
 
     profile = StepProfile(lists, build, device_type="cpu")
-    plan = {"side": pattern(side), "blocks": pattern(blocks)}
+    plan = MemoryPlan({"side": pattern(side), "blocks": pattern(blocks)})
     model = TwoLists(*lists.values())
     x = torch.randn(256, 64)
     with LiveBytes() as live:
-        model.run(x * 1, *plan.values()).backward()
+        model.run(x * 1, *plan.modes.values()).backward()
     assert profile.peak(plan).num_bytes == pytest.approx(live.peak_bytes, rel=0.006)
 
 

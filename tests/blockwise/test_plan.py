@@ -4,7 +4,12 @@ import types
 
 import pytest
 
-from blockwise.plan import BudgetError, MemoryPlan, per_block
+from blockwise.plan import BudgetError, Cost, MemoryPlan, Mode, per_block
+
+
+def words(plan):
+    """Return what a plan does with activations, as tuples of words."""
+    return {name: tuple(mode.activations for mode in modes) for name, modes in plan.modes.items()}
 
 
 def plan(block_lists, checkpointing=False, offload=False, checkpoint_blocks=None):
@@ -13,7 +18,7 @@ def plan(block_lists, checkpointing=False, offload=False, checkpoint_blocks=None
         use_gradient_checkpointing_offload=offload,
         checkpoint_blocks=checkpoint_blocks,
     )
-    return MemoryPlan.from_args(args, block_lists).modes
+    return words(MemoryPlan.from_args(args, block_lists))
 
 
 def test_the_flags_hold_for_all_blocks():
@@ -68,6 +73,18 @@ def test_arguments_and_description():
     assert made.describe() == [first, "  blocks.0 to 1: park", "  blocks.2 to 3: keep"]
 
 
+def test_one_mode_for_every_block():
+    lists = {"decoder.blocks": 2, "blocks": 1}
+    uniform = MemoryPlan.uniform(lists, "park")
+    assert uniform.modes == {"decoder.blocks": (Mode("park"), Mode("park")), "blocks": (Mode("park"),)}
+    assert MemoryPlan.uniform(lists, Mode("keep")) == MemoryPlan.uniform(lists, "keep")
+    assert uniform.arguments()["use_gradient_checkpointing_offload"] == [True] * 3
+    assert uniform.as_dict()["blocks"] == [{"activations": "park", "weights": "resident", "units": 1}]
+    for wrong in ({"activations": "offload"}, {"weights": "streamed"}, {"units": 2}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} of a Mode"):
+            Mode(**wrong)
+
+
 def test_one_flag_for_all_blocks_or_one_for_each():
     assert per_block(True, 2) == [True, True] and per_block((True, False), 2) == [True, False]
     with pytest.raises(ValueError, match="1 entries for 2 blocks"):
@@ -80,18 +97,15 @@ LISTS = {"side": 2, "blocks": 5}
 COST = {"keep": (10, 0.0), "recompute": (3, 1.0), "park": (1, 1.001)}  # bytes and seconds of a block
 
 
-def plan_for(budget_bytes, host_bytes=None):
-    def total(modes, which):
-        return sum(COST[mode][which] for one in modes.values() for mode in one)
+def costs(plans):
+    for plan in plans:
+        activations = [mode for modes in words(plan).values() for mode in modes]
+        peak_bytes, seconds = (sum(COST[mode][which] for mode in activations) for which in (0, 1))
+        yield Cost(seconds, 2 * activations.count("park"), peak_bytes)
 
-    return MemoryPlan.from_budget(
-        LISTS,
-        budget_bytes,
-        peak_bytes=lambda modes: total(modes, 0),
-        seconds=lambda modes: total(modes, 1),
-        parked_bytes=lambda modes: 2 * sum(one.count("park") for one in modes.values()),
-        host_bytes=host_bytes,
-    ).modes
+
+def plan_for(budget_bytes, host_bytes=None):
+    return words(MemoryPlan.from_budget(LISTS, budget_bytes, costs, host_bytes=host_bytes))
 
 
 def cost(modes):
@@ -107,8 +121,8 @@ def test_the_fastest_plan_that_fits():
 
 
 def test_a_larger_budget_never_gives_a_slower_plan():
-    costs = [cost(plan_for(budget)) for budget in range(9, 80)]
-    assert costs == sorted(costs, reverse=True) and costs[0] > costs[-1] == 0
+    seconds = [cost(plan_for(budget)) for budget in range(9, 80)]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1] == 0
     assert [plan_for(budget) for budget in range(9, 80)] == [plan_for(budget) for budget in range(9, 80)]
 
 

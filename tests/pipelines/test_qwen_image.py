@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from blockwise import offload
-from blockwise.plan import MemoryPlan
+from blockwise.plan import MemoryPlan, Mode
 from pipelines import loading, qwen_image
 from pipelines.qwen_image import model_fn_qwen_image
 
@@ -155,7 +155,7 @@ def test_parked_bytes_of_a_plan(monkeypatch):
     """Both streams of every block but the last are parked; time embedding, rotary tables and mask are not."""
     monkeypatch.setattr(offload, "MIN_PARKED_BYTES", 512)
     transformer, inputs = tiny_transformer(num_layers=5), make_inputs(batch_size=2, height=16, width=16)
-    plan = MemoryPlan({"transformer_blocks": ("park",) * 4 + ("recompute",)})
+    plan = MemoryPlan({"transformer_blocks": (Mode("park"),) * 4 + (Mode("recompute"),)})
     assert plan.describe()[0] == "transformer_blocks: 5 of 5 blocks checkpointed, 4 offloaded"
     for _ in range(2):  # the first step learns what is shared
         offload.reset_counters()

@@ -166,7 +166,8 @@ def test_a_dry_run_needs_no_weights_and_writes_what_it_found(command, tiny_model
     assert forecast["peak_phase"] == max(forecast["phases"], key=forecast["phases"].get)
     assert set(forecast["phases"]) == {"text encoder", "VAE", "training", "export"}
     assert forecast["host_bytes"] > 0 and forecast["device_type"] == "cuda"
-    assert without["plan"] == {"transformer_blocks": ["recompute"] * len(without["plan"]["transformer_blocks"])}
+    mode = {"activations": "recompute", "weights": "resident", "units": 1}
+    assert without["plan"] == {"transformer_blocks": [mode] * len(without["plan"]["transformer_blocks"])}
     assert "5 of 5 items are used\n bucket (w x h x frames)" in printed
     assert forecast["by_mode"]["recompute"] == forecast["training_peak_bytes"] < forecast["by_mode"]["keep"]
     assert 0 < forecast["working_set_bytes"] < forecast["training_peak_bytes"]
@@ -201,9 +202,10 @@ def test_a_budget_makes_the_plan(command, monkeypatch):
     budget = (kept + recomputed) // 2
     run = command("qwen_image", *flags, "--memory_budget", f"{budget / 1000}KB")
     assert run["forecast"]["training_peak_bytes"] <= budget < kept
-    modes = run["plan"]["transformer_blocks"]
+    modes = [block["activations"] for block in run["plan"]["transformer_blocks"]]
     assert modes == sorted(modes, key=["park", "recompute", "keep"].index) and set(modes) != {"keep"}
-    assert set(command("qwen_image", "--memory_budget", "10GiB")["plan"]["transformer_blocks"]) == {"keep"}
+    plan = command("qwen_image", "--memory_budget", "10GiB")["plan"]["transformer_blocks"]
+    assert all(block["activations"] == "keep" for block in plan)
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest_and_what_helps(command):
@@ -231,11 +233,8 @@ def test_a_run_that_cannot_fit_is_refused_with_the_settings_that_save_most(forec
     assert [saved for _, saved in best] == sorted((saved for _, saved in best), reverse=True)
     assert best[0][0] in str(error.value)
     # What is said to be saved is what a run with that setting is said to need less.
-    assert (
-        dict(best)["--use_gradient_checkpointing"]
-        == max(made.phases(plan.modes).values())
-        - max(made.phases(MemoryPlan({"transformer_blocks": ("recompute",) * 3}).modes).values())
-        or len(plan.modes["transformer_blocks"]) != 3
+    assert dict(best)["--use_gradient_checkpointing"] == max(made.phases(plan).values()) - max(
+        made.phases(MemoryPlan.uniform(made.block_lists, "recompute")).values()
     )
 
 
@@ -243,7 +242,7 @@ def test_categories_by_hand(forecast):
     """A LoRA in fp32: weights as they are, 4 bytes per adapter weight, 8 of AdamW, gradients of 4 at the step."""
     made, plan = forecast("qwen_image", "--lora_rank", "4", "--use_gradient_checkpointing")
     count = sum(math.prod(shape) for shape, _ in made.parameters.values())
-    by_category, _ = made.training(plan.modes)
+    by_category, _ = made.training(plan)
     assert by_category["adapters"] == 4 * count
     assert by_category["optimizer_state"] == pytest.approx(8 * count, rel=0.01)
     assert by_category["weights"] == sum(p.nbytes for p in made.skeleton.parameters())
@@ -255,7 +254,7 @@ def test_categories_of_full_training_in_bf16_by_hand(forecast):
     """Weights of 2 bytes, fp32 masters and gradients of 4, AdamW of 8: 18 bytes per weight at the optimizer step."""
     made, plan = forecast("qwen_image", "--training_mode", "full", "--mixed_precision", "bf16")
     count = sum(math.prod(shape) for shape, _ in made.parameters.values())
-    by_category, place = made.training(plan.modes)
+    by_category, place = made.training(plan)
     if place == "optimizer step":
         frozen = sum(p.nbytes for p in made.skeleton.parameters()) - 2 * count
         assert sum(by_category.values()) - by_category["batch"] == pytest.approx(18 * count + frozen, rel=0.01)
@@ -270,14 +269,14 @@ def test_an_average_takes_four_bytes_per_trained_weight(flags, forecast):
     """On the device, or with --offload_ema on the host; on each process in any case, and in each checkpoint."""
     made, plan = forecast("qwen_image", *flags)
     count = sum(math.prod(shape) for shape, _ in made.parameters.values())
-    without, _ = made.training(plan.modes)
+    without, _ = made.training(plan)
     with_ema, plan = forecast("qwen_image", *flags, "--ema")
-    assert with_ema.training(plan.modes)[0] == without | {"ema": 4 * count}
+    assert with_ema.training(plan)[0] == without | {"ema": 4 * count}
     assert with_ema.checkpoint_bytes - made.checkpoint_bytes == 4 * count
     assert made.checkpoint_bytes == pytest.approx(12 * count, rel=0.01), "fp32 weights and AdamW's two moments"
     assert with_ema._shares("zero2", 4)[0]["ema"] == 4 * count
     on_host, plan = forecast("qwen_image", *flags, "--ema", "--offload_ema")
-    assert on_host.training(plan.modes)[0] == without
+    assert on_host.training(plan)[0] == without
     assert ("--offload_ema", 4 * count) in with_ema.suggestions(plan, "training")
 
 
@@ -304,7 +303,7 @@ def test_previews_are_a_phase_of_their_own(family, forecast, tiny_model, photos)
 
     def previews(**launch):
         made.launch = dataclasses.replace(made.launch, **launch)
-        return made.phases(plan.modes)["previews"], made.previews_take_turns(plan.modes)
+        return made.phases(plan)["previews"], made.previews_take_turns(plan)
 
     # By turns only where a device is too small for all.
     enough = together + forecasting.RESERVED_BYTES
@@ -312,8 +311,8 @@ def test_previews_are_a_phase_of_their_own(family, forecast, tiny_model, photos)
     assert previews(device_bytes=(enough - 1, 80 * GIB)) == (in_turns, True)
     assert previews(device_type="cpu") == (together, False), "what would leave it has nowhere to go"
     assert previews(device_type="cuda", device_bytes=None) in ((together, False), (in_turns, True))
-    others = max(value for name, value in made.phases(plan.modes).items() if name != "previews")
-    assert made.previews_take_turns(plan.modes) == (together > others), "on the smallest device for the rest"
+    others = max(value for name, value in made.phases(plan).items() if name != "previews")
+    assert made.previews_take_turns(plan) == (together > others), "on the smallest device for the rest"
     for budget, expected in ((together, (together, False)), (together - 1, (in_turns, True))):
         made.args.memory_budget = budget
         assert previews() == expected
@@ -324,7 +323,7 @@ def test_full_training_of_which_nothing_waits(forecast):
     made.launch = dataclasses.replace(made.launch, device_bytes=(0, 80 * GIB))
     held, _ = made._shares("single", 1)
     sampling = made.profile.inference_bytes + made._batch_bytes
-    assert made.phases(plan.modes)["previews"] == sum(held.values()) + max(sampling, made._preview[0])
+    assert made.phases(plan)["previews"] == sum(held.values()) + max(sampling, made._preview[0])
 
 
 def test_host_memory_counts_mapped_weights_once(forecast, monkeypatch):
@@ -336,9 +335,9 @@ def test_host_memory_counts_mapped_weights_once(forecast, monkeypatch):
     read = max([made._bytes["weights"], *made._encoded[1].values()])
     for n in (1, 8):
         made.launch = dataclasses.replace(made.launch, num_local_processes=n)
-        assert made.host_bytes(plan.modes) == 300 + n * (700 + ahead) + read
+        assert made.host_bytes(plan) == 300 + n * (700 + ahead) + read
     monkeypatch.setattr(made.profile, "parked_bytes", lambda modes: read)
-    assert made.host_bytes(plan.modes) == 300 + 8 * (700 + ahead) + 8 * read
+    assert made.host_bytes(plan) == 300 + 8 * (700 + ahead) + 8 * read
 
 
 def test_host_memory_of_a_cpu_counts_each_part_of_previews_once(forecast, monkeypatch):
@@ -348,9 +347,9 @@ def test_host_memory_of_a_cpu_counts_each_part_of_previews_once(forecast, monkey
     made.to_encode = {"text encoder": {}, "VAE": {}}  # or it would be the most
     memory = types.SimpleNamespace(rss=0)
     monkeypatch.setattr(forecasting.psutil, "Process", lambda: types.SimpleNamespace(memory_info=lambda: memory))
-    phases = made.phases(plan.modes)
+    phases = made.phases(plan)
     most = max(phases["previews"], *(phases[name] + made._preview[1] for name in ("training", "export")))
-    assert made.host_bytes(plan.modes) == most + made._batch_bytes * (2 * made.args.dataloader_num_workers + 1)
+    assert made.host_bytes(plan) == most + made._batch_bytes * (2 * made.args.dataloader_num_workers + 1)
 
 
 def test_disk_that_a_run_takes(forecast, caplog, tmp_path):
@@ -393,11 +392,11 @@ def test_shares_of_eight_processes_of_a_real_model():
     eighth is 42.8; two whole blocks are 1.3, what a step has alive beside these 2.0. ZeRO-3 has a bucket of 1.9 too.
     """
     made = benchmark.dry_run("Qwen-Image", benchmark.QWEN_1024, "full", "--optimizer", "adamw")
-    plan = MemoryPlan({"transformer_blocks": ("recompute",) * 60})
+    plan = MemoryPlan.uniform({"transformer_blocks": 60}, "recompute")
     found = {name: num_bytes / GIB for name, num_bytes in made.describe(plan)["per_process"].items()}
     assert found["zero3"] == pytest.approx(48.0, rel=0.003) and found["fsdp2"] == pytest.approx(46.1, rel=0.003)
     # DDP has its buckets in bf16 all the time, and at the optimizer step sums in fp32.
-    single = sum(made.training(plan.modes)[0].values()) / GIB
+    single = sum(made.training(plan)[0].values()) / GIB
     assert found["ddp"] - single == pytest.approx(2 * 20.43e9 / GIB, rel=0.01)
     # It is the same whether eight processes are thought of or there.
     made.launch = dataclasses.replace(made.launch, strategy="ddp", num_processes=8)
