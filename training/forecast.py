@@ -227,6 +227,7 @@ class RunForecast:
 
     @functools.cached_property
     def _batch_bytes(self):
+        _ = self._heaviest  # found before, not inside: it builds the encoders
         with fake_tensors(self.launch.device_type):
             return sum(tensor.nbytes for tensor in self._batch().values() if tensor is not None)
 
