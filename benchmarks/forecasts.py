@@ -214,7 +214,7 @@ def predict(*of_dry_run):
             use_gradient_checkpointing_offload=mode == "park",
             checkpoint_blocks=None,
         )
-        predicted[mode] = forecast.describe(MemoryPlan.from_args(asked, forecast.block_lists))
+        predicted[mode] = forecast.describe(MemoryPlan.from_args(asked, forecast.family.block_lists))
     return predicted
 
 

@@ -34,8 +34,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from blockwise import offload  # noqa: E402
 from blockwise.checkpointing import gradient_checkpoint_forward  # noqa: E402
-from blockwise.estimate import StepProfile  # noqa: E402
+from blockwise.estimate import StepProfile, shrink  # noqa: E402
 from blockwise.plan import MemoryPlan  # noqa: E402
+from blockwise.stock import install_plan  # noqa: E402
 from blockwise.tracking import LiveBytes  # noqa: E402
 from pipelines import qwen_image, wan_video  # noqa: E402
 from train_qwen_image import VALUES  # noqa: E402
@@ -100,17 +101,12 @@ class Case:
     def profile(self):
         """Return the `StepProfile` of these blocks."""
 
-        def build(recompute):
-            transformer = self._make(min(self.num_blocks, 3), "meta")
-            module = DiffusionTrainingModule(self.family, transformer, use_gradient_checkpointing=recompute).train()
+        def make_step(transformer):
+            module, batch = DiffusionTrainingModule(self.family, transformer).train(), self._batch("cpu")
+            return lambda: module(batch)
 
-            def make_step():
-                batch = self._batch("cpu")
-                return lambda: module(batch)
-
-            return transformer, make_step
-
-        return StepProfile({self.block_list: self.num_blocks}, build, device_type=self.device.type)
+        model = shrink(self._make(self.num_blocks, "meta"), {self.block_list: self.num_blocks})
+        return StepProfile(model, make_step, device_type=self.device.type)
 
     def plan(self, mode):
         """Return the `MemoryPlan` of all blocks for "keep", "recompute" or "park"."""
@@ -126,8 +122,8 @@ class Case:
         """Context with a function that runs one step in a mode, up to the point in between, and returns the loss."""
         dispatcher = {"keyword": save_by_keyword, "positional": save_by_position}.get(name)
         plan = self.plan("recompute" if dispatcher else name) if plan is None else plan
-        module = DiffusionTrainingModule(self.family, self.transformer, **plan.arguments(self.block_list)).train()
-        with contextlib.ExitStack() as stack:
+        module = DiffusionTrainingModule(self.family, self.transformer).train()
+        with install_plan(self.transformer, plan) as stack:
             if dispatcher is not None:
                 stack.enter_context(mock.patch.object(self.pipeline, "gradient_checkpoint_forward", dispatcher))
             yield lambda: module(self.batch)

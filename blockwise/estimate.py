@@ -1,13 +1,14 @@
 """Predicts what a training step takes of a device's memory, from shapes alone: no weights, no accelerator.
 
-One forward and backward pass of the real model function runs on tensors without content (`FakeTensorMode`), with at
-most three blocks of each list: the first, one from the middle, the last. Its pieces - a block forward, a block
-backward, what comes before and after - are then put together for the real number of blocks and for any `MemoryPlan`.
-Not in it: the context of the device, workspaces of its libraries, fragmentation.
+One forward and backward pass of the real model runs on tensors without content (`FakeTensorMode`), with few blocks of
+each list: the first, the last, and one of each kind between them. Its pieces (a block forward, a block backward, what
+comes before and after) are then put together for the real number of blocks and for any `MemoryPlan`. Not in it: the
+context of the device, workspaces of its libraries, fragmentation.
 """
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
@@ -20,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from blockwise import offload
-from blockwise.plan import Cost
+from blockwise.plan import Cost, MemoryPlan
+from blockwise.stock import install_plan
 from blockwise.tracking import LiveBytes
 
 
@@ -164,60 +166,113 @@ class Peak:
     place: str
 
 
+@dataclasses.dataclass
+class ShrunkModel:
+    """A transformer with few of its blocks, which stand for all of them.
+
+    Args:
+        transformer (`nn.Module`)
+        kept (`dict[str, list[int]]`): Name of a block list -> index in the whole model of each block that it has here.
+        stand_ins (`dict[str, list[int]]`): Name of a block list -> for each block of the whole model its index here.
+    """
+
+    transformer: nn.Module
+    kept: dict
+    stand_ins: dict
+
+    def names(self, names):
+        """Return the names here of those of the modules `names` of the whole model that are here."""
+        found = []
+        for name in names:
+            block_list = next((one for one in self.kept if name.startswith(f"{one}.")), None)
+            if block_list is None:
+                found.append(name)
+                continue
+            index, _, rest = name.removeprefix(f"{block_list}.").partition(".")
+            if int(index) in self.kept[block_list]:
+                found.append(f"{block_list}.{self.kept[block_list].index(int(index))}.{rest}")
+        return found
+
+
+def shrink(transformer, block_lists, names=()):
+    """Return a `ShrunkModel`: a copy with the first block of each list, the last, and one of each kind between them.
+
+    Kinds differ in their class, in their parameters, and in which of the modules called `names` they have.
+
+    Args:
+        transformer (`nn.Module`): On the meta device.
+        block_lists (`dict[str, int]`): Name -> number of blocks, in the order in which they run.
+        names (`list[str]`): Of modules that will be trained, or will not.
+    """
+    kept, stand_ins, whole = {}, {}, {}
+    for list_name, num_blocks in block_lists.items():
+        blocks, kinds, of_kind = transformer.get_submodule(list_name), {}, []
+        for index, block in enumerate(blocks):
+            prefix = f"{list_name}.{index}."
+            parameters = [(n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()]
+            named = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+            kind = (index == 0, index == num_blocks - 1, type(block), *parameters, *named)
+            of_kind.append(kinds.setdefault(kind, index))
+        kept[list_name] = list(kinds.values())
+        stand_ins[list_name] = [kept[list_name].index(index) for index in of_kind]
+        whole[blocks] = blocks._modules
+    try:
+        for blocks, indices in zip(whole, kept.values(), strict=True):
+            blocks._modules = {str(place): blocks[index] for place, index in enumerate(indices)}
+        return ShrunkModel(copy.deepcopy(transformer), kept, stand_ins)
+    finally:
+        for blocks, modules in whole.items():
+            blocks._modules = modules
+
+
 class StepProfile:
     """What a forward and backward pass takes, for any plan.
 
     Args:
-        block_lists (`dict[str, int]`):
-            Name -> number of blocks of the real model, in the order in which they run.
-        build (`Callable[[bool], tuple[nn.Module, Callable[[], Callable[[], torch.Tensor]]]]`):
-            From whether the blocks are checkpointed to a transformer on the meta device, whose block lists (attributes
-            of the same names) have at most three blocks each, and a function that is called once it is elsewhere: it
-            makes a batch, and returns a function from there to a loss.
+        model (`ShrunkModel`): With all that is trained, such as adapters.
+        make_step (`Callable[[nn.Module], Callable[[], torch.Tensor]]`):
+            Called with such a transformer without content, inside `fake_tensors`: it makes a batch, and returns a
+            function from there to a loss.
         device_type (`str`): See `fake_tensors`.
     """
 
-    def __init__(self, block_lists, build, *, device_type):
-        self.block_lists = block_lists
-        self._build, self._device_type = build, device_type
+    def __init__(self, model, make_step, *, device_type):
+        self.block_lists = {name: len(indices) for name, indices in model.stand_ins.items()}
+        self._model, self._make_step, self._device_type = model, make_step, device_type
         self._recorded = {}
+        first, self._blocks = 0, []  # of the whole model: the name of each, and its index in the recordings
+        for name, stand_ins in model.stand_ins.items():
+            self._blocks += [(f"{name}.{index}", first + place) for index, place in enumerate(stand_ins)]
+            first += len(model.kept[name])
 
     @contextlib.contextmanager
-    def _fake_step(self, recompute):
-        transformer, make_step = self._build(recompute)  # outside: PEFT cannot add adapters to fake tensors
+    def _fake_step(self, activations="keep"):
+        """Context with the blocks of a transformer without content, all in one mode, itself, and a step of it."""
+        transformer = copy.deepcopy(self._model.transformer)
+        lists = {name: len(kept) for name, kept in self._model.kept.items()}
+        install_plan(transformer, MemoryPlan.uniform(lists, activations))
         with fake_tensors(self._device_type):
             without_content(transformer)
-            yield transformer, make_step()
+            blocks = [block for name in lists for block in transformer.get_submodule(name)]
+            yield blocks, transformer, self._make_step(transformer)
 
     def _record(self, recompute):
         """Return the `_Recording` with every block kept or with every block recomputed."""
         if recompute not in self._recorded:
-            with self._fake_step(recompute) as (transformer, step):
-                self._recorded[recompute] = _record(transformer, step, self.block_lists)
+            with self._fake_step("recompute" if recompute else "keep") as (blocks, transformer, step):
+                self._recorded[recompute] = _record(blocks, transformer, step)
         return self._recorded[recompute]
 
     @functools.cached_property
     def inference_bytes(self):
         """The most bytes that a forward pass without gradients has alive, above what was there before it."""
-        with self._fake_step(False) as (_, step):
+        with self._fake_step() as (*_, step):
             return peak_of(step)
 
     @functools.cached_property
     def _flops(self):
-        with self._fake_step(False) as (transformer, step):
-            return _count_flops(transformer, step, self.block_lists)
-
-    @functools.cached_property
-    def _blocks(self):
-        """The blocks of the real model: the name of each and the index of its counterpart in the recordings."""
-        blocks, first = [], 0
-        for name, num_blocks in self.block_lists.items():
-            num_recorded = min(num_blocks, 3)
-            for index in range(num_blocks):
-                is_last = index == num_blocks - 1
-                blocks.append((f"{name}.{index}", first + (num_recorded - 1 if is_last else min(index, 1))))
-            first += num_recorded
-        return blocks
+        with self._fake_step() as (blocks, _, step):
+            return _count_flops(blocks, step)
 
     def _activations(self, plan):
         """Return for each block of the real model what a plan does with its activations."""
@@ -343,19 +398,14 @@ class _Recording:
     before: Piece
     forward: list[Piece]
     after: Piece
-    recomputation: list[Piece]  # empty where nothing is recomputed
+    recomputation: list[Piece]  # where nothing is recomputed, the backward pass itself
     backward: list[Piece]
     input_bytes: list[int]  # what each block could park
     frozen_input_bytes: list[int]  # of that, what needs no gradient
 
 
-def _block_modules(transformer, block_lists):
-    return [block for name in block_lists for block in getattr(transformer, name)]
-
-
-def _record(transformer, step, block_lists):
+def _record(blocks, transformer, step):
     """Run `step` once and return its `_Recording`."""
-    blocks = _block_modules(transformer, block_lists)
     parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     marks, inputs = {}, [None] * len(blocks)
     in_forward, peak_of_others = True, 0
@@ -399,7 +449,7 @@ def _record(transformer, step, block_lists):
                     if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                         # The first of its outputs whose gradient is there starts a block's backward pass.
                         tensor.register_hook(lambda grad: mark(("recomputation", index)))
-                if index == len(blocks) - 1:
+                if len([name for name in marks if name[0] == "forward"]) == len(blocks):
                     mark("after")
 
             return hook
@@ -417,15 +467,9 @@ def _record(transformer, step, block_lists):
             parameter.grad = None
 
     # Each mark holds the peak of the piece that it ends, which began at the mark before it.
-    names = [("forward", index) for index in range(len(blocks))] + ["after"]
-    for index in reversed(range(len(blocks))):
-        names += [("recomputation", index), ("backward", index)]
-    pieces, start, start_gradients = {}, start_bytes, 0
-    for piece, name in zip(["before", *names], [*names, "end"], strict=True):
-        if name not in marks:
-            pieces[piece] = Piece()  # of a block that is not recomputed, or that no gradient reaches
-            continue
-        live_bytes, peak_bytes, gradients, gradients_at_peak, peak_of_others = marks[name]
+    pieces, start, start_gradients = collections.defaultdict(Piece), start_bytes, 0
+    for piece, end in zip(["before", *marks], marks.values(), strict=False):
+        live_bytes, peak_bytes, gradients, gradients_at_peak, peak_of_others = end
         pieces[piece] = Piece(
             rise_bytes=peak_bytes - start,
             change_bytes=live_bytes - start,
@@ -479,17 +523,22 @@ class _Flops(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-def _count_flops(transformer, step, block_lists):
+def _count_flops(blocks, step):
     """Return for each block the floating-point operations of its forward pass."""
-    counts, started = [], []
-    blocks = _block_modules(transformer, block_lists)
+    counts = dict.fromkeys(blocks, 0)
     with _Flops() as flops, contextlib.ExitStack() as hooks, torch.no_grad():
+
+        def count(sign):
+            def hook(block, *_):
+                counts[block] += sign * flops.num_flops
+
+            return hook
+
         for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(lambda *_: started.append(flops.num_flops)).remove)
-            hook = block.register_forward_hook(lambda *_: counts.append(flops.num_flops - started[-1]))
-            hooks.callback(hook.remove)
+            hooks.callback(block.register_forward_pre_hook(count(-1)).remove)
+            hooks.callback(block.register_forward_hook(count(1)).remove)
         step()
-    return counts
+    return list(counts.values())
 
 
 # ---------------------------------------------------------------- the optimizer

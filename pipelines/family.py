@@ -210,10 +210,6 @@ class Family:
         absent = dict.fromkeys(name for name in self._part_names(pipeline_class) if name not in names)
         return pipeline_class.from_pretrained(self.path, dtype=dtype, **absent, **self.hub)
 
-    def shrink(self):
-        """Return a transformer like the skeleton, with at most three blocks in each list."""
-        return loading.shrink(self.skeleton, dtype=self.dtype)
-
     def parts_read(self, *, previews):
         """Return the parts whose weights a run reads, the transformer that it trains first."""
         stages = self.stages
@@ -244,23 +240,14 @@ class Family:
 
     # ---- a step
 
-    def predict(
-        self,
-        transformer,
-        noisy_latents,
-        timestep,
-        batch,
-        use_gradient_checkpointing=False,
-        use_gradient_checkpointing_offload=False,
-    ):
-        """Predict the flow.
+    def predict(self, transformer, noisy_latents, timestep, batch):
+        """Predict the flow. Where activations live is on the blocks: see `blockwise.stock.install_plan`.
 
         Args:
             transformer (`nn.Module`)
             noisy_latents (`torch.Tensor` of shape (B, C, ...)): fp32.
             timestep (`torch.Tensor` of shape (B,)): fp32, in [0, 1000].
             batch (`dict`): From `collate`: the tensors of the samples.
-            use_gradient_checkpointing, use_gradient_checkpointing_offload (`bool` or one per block)
 
         Returns:
             `torch.Tensor` of the shape of `noisy_latents`.

@@ -287,18 +287,12 @@ def _dtype_as_loaded(model_class, name, dtype):
     return torch.float32 if set(model_class._keep_in_fp32_modules or ()) & set(name.split(".")) else dtype
 
 
-def _without_memory(model_class, config, dtype, **changes):
+def _without_memory(model_class, config, dtype):
     with init_empty_weights():
-        transformer = model_class.from_config(config, **changes)
+        transformer = model_class.from_config(config)
     for name, parameter in transformer.named_parameters():
         parameter.data = parameter.data.to(_dtype_as_loaded(model_class, name, dtype))
     return transformer
-
-
-def shrink(skeleton, *, dtype):
-    """Return a skeleton like this one, with three blocks in its list or fewer if it has fewer."""
-    num_layers = min(skeleton.config.num_layers, 3)
-    return _without_memory(type(skeleton), skeleton.config, dtype, num_layers=num_layers)
 
 
 def load_transformer_skeleton(

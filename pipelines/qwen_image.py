@@ -296,15 +296,7 @@ class QwenImage(Family):
     def encoder_skeletons(self, *, num_tokens, height, width, num_frames):
         return encoder_skeletons(self.path, num_tokens=num_tokens, height=height, width=width, **self.hub)
 
-    def predict(
-        self,
-        transformer,
-        noisy_latents,
-        timestep,
-        batch,
-        use_gradient_checkpointing=False,
-        use_gradient_checkpointing_offload=False,
-    ):
+    def predict(self, transformer, noisy_latents, timestep, batch):
         batch_size, _, height, width = noisy_latents.shape
         dtype = transformer.img_in.weight.dtype
         tokens = model_fn_qwen_image(
@@ -314,7 +306,5 @@ class QwenImage(Family):
             encoder_hidden_states=batch["prompt_embeds"].to(dtype),  # (B, L, J)
             encoder_hidden_states_mask=batch["prompt_embeds_mask"],
             img_shapes=[[(1, height // 2, width // 2)]] * batch_size,
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
         return unpack_latents(tokens, height, width)  # (B, C, H, W)

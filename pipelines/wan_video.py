@@ -538,15 +538,7 @@ class WanVideo(Family):
 
     # ---- a step
 
-    def predict(
-        self,
-        transformer,
-        noisy_latents,
-        timestep,
-        batch,
-        use_gradient_checkpointing=False,
-        use_gradient_checkpointing_offload=False,
-    ):
+    def predict(self, transformer, noisy_latents, timestep, batch):
         dtype = transformer.patch_embedding.weight.dtype
         hidden_states, image_embeds = noisy_latents, batch.get("image_embeds")
         if self.cleans_first_frame:
@@ -561,8 +553,6 @@ class WanVideo(Family):
             timestep=timestep,
             encoder_hidden_states=batch["prompt_embeds"].to(dtype),  # (B, L, J)
             encoder_hidden_states_image=image_embeds,
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
 
     def trained_part(self, flow):

@@ -8,18 +8,18 @@ import inspect
 import logging
 import math
 import os
-import re
 import shutil
 
 import psutil
 import torch
 
 from blockwise import offload
-from blockwise.estimate import StepProfile, fake_tensors, optimizer_bytes, peak_of, without_content
+from blockwise.estimate import StepProfile, fake_tensors, optimizer_bytes, peak_of, shrink, without_content
 from blockwise.plan import BudgetError, MemoryPlan
 from dataset.buckets import bucket_key
 from runtime.errors import RefusedError
 from runtime.processes import gather_from_all
+from training.module import DiffusionTrainingModule, make_trainable
 
 
 logger = logging.getLogger(__name__)
@@ -89,16 +89,10 @@ class RunForecast:
     Args:
         args (`argparse.Namespace`)
         launch (`Launch`)
-        skeleton (`nn.Module`): The whole transformer on the meta device, in the dtypes that it is trained in.
-        block_lists (`dict[str, int]`)
-        shrink (`Callable[[], nn.Module]`): Returns such a transformer with at most three blocks in each list.
-        make_module (`Callable[..., DiffusionTrainingModule]`):
-            From flags, a transformer, the names of what is trained in it (see `counterparts`) and the memory arguments
-            of the model function to what is trained.
+        family (`Family`)
         names (`list[str]`): Of adapted layers, or in full training of the modules that are not trained.
         parameters (`dict[str, tuple[tuple[int, ...], torch.dtype]]`): Shape and dtype of each trained parameter.
         optimizer (`tuple[type, dict]`): See `find_optimizer`.
-        encoders (`Callable[..., dict]`): From `height`, `width` and `num_frames` to `encoder_skeletons`.
         records (`list[dict]`): Of the items that are trained.
         samples_by_size (`dict[tuple, int]`): How many an epoch has of each: a batch has no more.
         caption_tokens (`dict[str, int]`): Of each caption the tokens that its embedding has.
@@ -111,14 +105,10 @@ class RunForecast:
 
     args: object
     launch: Launch
-    skeleton: torch.nn.Module
-    block_lists: dict
-    shrink: object
-    make_module: object
+    family: object
     names: list
     parameters: dict
     optimizer: tuple
-    encoders: object
     records: list
     samples_by_size: dict
     caption_tokens: dict
@@ -140,11 +130,15 @@ class RunForecast:
         """Return the peak of each encoder's phase at the size of an item, its weights, and the shapes of a sample."""
         width, height = record["used"]["size"]
         phases, weights, sample = {}, {}, {}
-        encoders = self.encoders(height=height, width=width, num_frames=record["used"]["frames"])
+        encoders = self._encoders(height, width, record["used"]["frames"])
         with fake_tensors(self.launch.device_type):
             for phase in ("text encoder", "VAE"):
                 phases[phase], weights[phase] = self._run_encoder(*encoders[phase], sample)
         return phases, weights, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in sample.items()}
+
+    def _encoders(self, height, width, num_frames):
+        num_tokens = max(self.caption_tokens.values())
+        return self.family.encoder_skeletons(num_tokens=num_tokens, height=height, width=width, num_frames=num_frames)
 
     @staticmethod
     def _run_encoder(modules, encode, sample):
@@ -167,7 +161,7 @@ class RunForecast:
     def _preview(self):
         """The peak of what previews run beside the transformer, and its weights."""
         height, width, num_frames = self.previews
-        encoders = self.encoders(height=height, width=width, num_frames=num_frames)
+        encoders = self._encoders(height, width, num_frames)
         with fake_tensors(self.launch.device_type):
             return self._run_encoder(*encoders["previews"], {})
 
@@ -236,27 +230,22 @@ class RunForecast:
     @functools.cached_property
     def profile(self):
         """The `StepProfile` of this run."""
-        names = counterparts(self.names, self.block_lists)
-        _ = self._heaviest  # looked at before, not inside, the step that is profiled
+        _ = self._heaviest  # found before, not inside, the step that is profiled
+        model = shrink(self.family.skeleton, self.family.block_lists, self.names)
+        make_trainable(model.transformer, self.args, model.names(self.names))
 
-        def build(recompute):
-            transformer = self.shrink()
-            module = self.make_module(self.args, transformer, names, use_gradient_checkpointing=recompute).train()
+        def make_step(transformer):
+            module, batch = DiffusionTrainingModule(self.family, transformer).train(), self._batch()
+            return lambda: module(batch)
 
-            def make_step():
-                batch = self._batch()
-                return lambda: module(batch)
-
-            return transformer, make_step
-
-        return StepProfile(self.block_lists, build, device_type=self.launch.device_type)
+        return StepProfile(model, make_step, device_type=self.launch.device_type)
 
     @functools.cached_property
     def _bytes(self):
         """Bytes of the whole model by category, before they are shared out."""
         trained = {name: (math.prod(shape), dtype) for name, (shape, dtype) in self.parameters.items()}
         own = sum(count * dtype.itemsize for count, dtype in trained.values())
-        base = sum(t.nbytes for t in (*self.skeleton.parameters(), *self.skeleton.buffers()))
+        base = sum(t.nbytes for t in (*self.family.skeleton.parameters(), *self.family.skeleton.buffers()))
         is_lora = self.args.training_mode == "lora"
         optimizer_class, arguments = self.optimizer
         if self.launch.device_type != "cpu" and issubclass(optimizer_class, torch.optim.Optimizer):
@@ -277,8 +266,8 @@ class RunForecast:
 
     def _block_bytes(self):
         """Return the bytes of the parameters of each block."""
-        for name in self.block_lists:
-            for block in getattr(self.skeleton, name):
+        for name in self.family.block_lists:
+            for block in self.family.skeleton.get_submodule(name):
                 yield sum(parameter.nbytes for parameter in block.parameters())
 
     def _shares(self, strategy, num_processes):
@@ -458,7 +447,7 @@ class RunForecast:
     def _plan_with(self, flag):
         """Return the `MemoryPlan` of all blocks with one of the switches, or with none."""
         flags = {name: name == flag for name in _MEMORY_SWITCHES}
-        return MemoryPlan.from_args(_changed(self.args, **flags, checkpoint_blocks=None), self.block_lists)
+        return MemoryPlan.from_args(_changed(self.args, **flags, checkpoint_blocks=None), self.family.block_lists)
 
     def suggestions(self, plan, phase=None):
         """Return the settings that would lower a peak, as (what to set, bytes that it saves), best first.
@@ -545,25 +534,6 @@ def _as_on_an_accelerator(optimizer_class, arguments):
     return arguments
 
 
-def counterparts(names, block_lists):
-    """Return which of the named layers are in a model with at most three blocks for each list, by their names there.
-
-    Its blocks stand for the first, those in the middle and the last: see `blockwise.estimate`.
-    """
-    found = []
-    for name in names:
-        match = re.match(rf"({'|'.join(block_lists)})\.(\d+)\.", name)
-        if match is None:
-            found.append(name)
-            continue
-        num_blocks, index = block_lists[match[1]], int(match[2])
-        places = {index: index for index in range(min(num_blocks, 3))} if num_blocks <= 3 else {0: 0, 1: 1}
-        places[num_blocks - 1] = min(num_blocks, 3) - 1
-        if index in places:
-            found.append(f"{match[1]}.{places[index]}.{name[match.end() :]}")
-    return found
-
-
 def format_bytes(num_bytes, up=False):
     """Return a number of bytes in GiB, or in MiB below one; rounded `up` where less would not do."""
     unit, size = ("GiB", GIB) if num_bytes >= GIB else ("MiB", 2**20)
@@ -643,7 +613,7 @@ def plan_memory(args, forecast):
         plan = _plan_for_budget(args, forecast)
     else:
         try:
-            plan = MemoryPlan.from_args(args, forecast.block_lists)
+            plan = MemoryPlan.from_args(args, forecast.family.block_lists)
         except ValueError as error:
             raise RefusedError(str(error)) from None
     limit, parked_bytes = args.offload_buffer_size, forecast.profile.parked_bytes(plan)
@@ -667,7 +637,7 @@ def _plan_for_budget(args, forecast):
         budget = forecast.launch.device_bytes[0] - RESERVED_BYTES
     fastest = functools.partial(
         MemoryPlan.from_budget,
-        forecast.block_lists,
+        forecast.family.block_lists,
         costs=forecast.costs,
         # A dry run may be for another machine.
         host_bytes=None if args.dry_run and forecast.launch.device_bytes is None else forecast.launch.host_bytes,

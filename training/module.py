@@ -24,38 +24,19 @@ class DiffusionTrainingModule(nn.Module):
         family (`Family`): Predicts with it.
         transformer (`nn.Module`): Model of diffusers.
         loss_weighting (`str`): See `flow_losses`.
-        use_gradient_checkpointing, use_gradient_checkpointing_offload (`bool` or one per block): For its `model_fn`.
 
     Attributes:
         sample_losses (`torch.Tensor` of shape (B,), or None): Of the last micro-batch, to name samples by.
     """
 
-    def __init__(
-        self,
-        family,
-        transformer,
-        *,
-        loss_weighting="none",
-        use_gradient_checkpointing=False,
-        use_gradient_checkpointing_offload=False,
-    ):
+    def __init__(self, family, transformer, *, loss_weighting="none"):
         super().__init__()
         self.family, self.transformer, self.loss_weighting = family, transformer, loss_weighting
-        self.use_gradient_checkpointing = use_gradient_checkpointing
-        self.use_gradient_checkpointing_offload = use_gradient_checkpointing_offload
         self.sample_losses = None
 
     def predict(self, noisy_latents, timestep, batch):
         """Predict the flow; see `Family.predict`."""
-        # Not by a `dict`, which would keep the arguments alive for as long as the call lasts.
-        return self.family.predict(
-            self.transformer,
-            noisy_latents,
-            timestep,
-            batch,
-            use_gradient_checkpointing=self.use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=self.use_gradient_checkpointing_offload,
-        )
+        return self.family.predict(self.transformer, noisy_latents, timestep, batch)
 
     def losses(self, batch, loss_weighting="none"):
         """Return the loss (fp32) of each sample of a micro-batch from `collate`, of shape (B,)."""

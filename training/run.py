@@ -8,6 +8,7 @@ from functools import partial
 
 from diffusers.training_utils import free_memory
 
+from blockwise.stock import install_plan
 from dataset.batches import BatchPlan, plan_batches
 from dataset.buckets import Sizing
 from dataset.cache import Cache
@@ -313,26 +314,16 @@ def encode_data(family, args, accelerator, log, data):
 # ---------------------------------------------------------------- what it will need
 
 
-def make_module(family, args, transformer, names, **memory):
-    """Make the layers `names` of a transformer trainable and return the `DiffusionTrainingModule` around it."""
-    make_trainable(transformer, args, names)
-    return DiffusionTrainingModule(family, transformer, loss_weighting=args.loss_weighting, **memory)
-
-
 def forecast_run(family, args, accelerator, weights, optimizer, data):
     """Return the `RunForecast`."""
     tokens = {caption: family.embedded_tokens(kept) for caption, kept in data.caption_tokens.items()}
     return RunForecast(
         args,
         Launch.of(args, accelerator),
-        skeleton=family.skeleton,
-        block_lists=family.block_lists,
-        shrink=family.shrink,
-        make_module=partial(make_module, family),
+        family,
         names=weights.names,
         parameters=weights.parameters,
         optimizer=optimizer,
-        encoders=partial(family.encoder_skeletons, num_tokens=max(tokens.values())),
         records=[item.record for item in data.items],
         samples_by_size=data.batches.samples_by_size,
         caption_tokens=tokens,
@@ -373,8 +364,9 @@ class Stages:
             preview_pipeline = family.load_preview_pipeline() if args.validation_prompt else None
             transformer = family.load_transformer(stage.subfolder)
         log.point("transformer loaded")
-        (block_list,) = family.block_lists
-        module = make_module(family, args, transformer, self.weights.names, **plan.arguments(block_list))
+        make_trainable(transformer, args, self.weights.names)
+        install_plan(transformer, plan)
+        module = DiffusionTrainingModule(family, transformer, loss_weighting=args.loss_weighting)
         if args.training_mode == "lora":
             if self.weights.initial[stage] and not resumed_steps:
                 accelerator.print(start_from(transformer, self.weights.initial[stage]))

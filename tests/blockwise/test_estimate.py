@@ -1,19 +1,29 @@
 """The predicted peak of a step against the bytes that are really alive, followed tensor by tensor on the CPU."""
 
 import argparse
+import time
 
 import bitsandbytes
 import pytest
 import torch
 from accelerate import init_empty_weights
-from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, WanTransformer3DModel
 from torch import nn
 from transformers.optimization import Adafactor
 
 from blockwise import offload
 from blockwise.checkpointing import gradient_checkpoint_forward
-from blockwise.estimate import StepProfile, fake_tensors, optimizer_bytes, peak_of, without_content
+from blockwise.estimate import (
+    ShrunkModel,
+    StepProfile,
+    fake_tensors,
+    optimizer_bytes,
+    peak_of,
+    shrink,
+    without_content,
+)
 from blockwise.plan import MemoryPlan, Mode
+from blockwise.stock import block_lists, install_plan
 from blockwise.tracking import LiveBytes
 from pipelines.qwen_image import QwenImage, never_trained_modules
 from pipelines.wan_video import WanVideo
@@ -71,23 +81,18 @@ def predicted_and_measured(family, mode, modes, *, batch_size, side, dropout=0.0
     _, family_class, block_list, *_ = FAMILIES[family]
     num_layers = len(modes)
 
-    def build(recompute):
-        with init_empty_weights():
-            transformer = prepared(family, min(num_layers, 3), mode, dropout)
-        module = DiffusionTrainingModule(
-            object.__new__(family_class), transformer, use_gradient_checkpointing=recompute
-        ).train()
+    def make_step(transformer):
+        module = DiffusionTrainingModule(object.__new__(family_class), transformer).train()
+        batch = batch_of(family, batch_size, side)
+        return lambda: module(batch)
 
-        def make_step():
-            batch = batch_of(family, batch_size, side)
-            return lambda: module(batch)
-
-        return transformer, make_step
-
-    profile = StepProfile({block_list: num_layers}, build, device_type="cpu")
+    with init_empty_weights():
+        skeleton = prepared(family, num_layers, mode, dropout)
+    profile = StepProfile(shrink(skeleton, {block_list: num_layers}), make_step, device_type="cpu")
     plan = MemoryPlan({block_list: modes})
     transformer = prepared(family, num_layers, mode, dropout)
-    module = DiffusionTrainingModule(object.__new__(family_class), transformer, **plan.arguments(block_list)).train()
+    install_plan(transformer, plan)
+    module = DiffusionTrainingModule(object.__new__(family_class), transformer).train()
     batch = batch_of(family, batch_size, side)
     with LiveBytes() as live:
         for _ in range(2):  # in the first step tables are cached, and shared tensors are not known yet
@@ -156,46 +161,125 @@ def test_the_place_of_the_peak():
     assert profile.peak(wan_plan("rrrkkk")).num_bytes < profile.peak(wan_plan("rrkkkk")).num_bytes
 
 
-class TwoLists(nn.Module):
-    """A side list that runs before the main one, of other blocks."""
+class Mixed(nn.Module):
+    """A list in a part of the model that runs before the main one; in it blocks of two kinds take turns."""
 
     def __init__(self, num_side, num_blocks):
         super().__init__()
-        self.side = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(num_side)
+        self.encoder = nn.Module()
+        self.encoder.side = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, width := 128 << index % 2), nn.GELU(), nn.Linear(width, 64))
+            for index in range(num_side)
         )
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(num_blocks))
 
-    def run(self, hidden_states, side, blocks):
-        for one, modes in ((self.side, side), (self.blocks, blocks)):
-            for block, mode in zip(one, modes, strict=True):
-                flags = mode.activations != "keep", mode.activations == "park"
-                hidden_states = gradient_checkpoint_forward(block, *flags, hidden_states)
+    def forward(self, hidden_states):
+        for block in (*self.encoder.side, *self.blocks):
+            hidden_states = gradient_checkpoint_forward(block, False, False, hidden_states)
         return hidden_states.square().mean()
 
 
-@pytest.mark.parametrize("side, blocks", [("kk", "kkkkk"), ("rrrr", "kkkk"), ("pppp", "pprr"), ("pkkk", "ppkr")])
-def test_several_block_lists(side, blocks):
-    lists = {"side": len(side), "blocks": len(blocks)}
+@pytest.mark.parametrize("side, blocks", [("kk", "kkkkk"), ("rrrr", "kkkk"), ("pppp", "pprr"), ("pkkkkkk", "ppkr")])
+def test_several_block_lists_of_several_kinds(side, blocks):
+    plan = MemoryPlan({"encoder.side": pattern(side), "blocks": pattern(blocks)})
+    lists = {name: len(modes) for name, modes in plan.modes.items()}
 
-    def build(recompute):
-        with init_empty_weights():
-            model = TwoLists(*(min(count, 3) for count in lists.values()))
-        modes = [[Mode("recompute" if recompute else "keep")] * min(count, 3) for count in lists.values()]
+    def make_step(model):
+        x = torch.empty(256, 64)
+        return lambda: model(x * 1)
 
-        def make_step():
-            x = torch.empty(256, 64)
-            return lambda: model.run(x * 1, *modes)
-
-        return model, make_step
-
-    profile = StepProfile(lists, build, device_type="cpu")
-    plan = MemoryPlan({"side": pattern(side), "blocks": pattern(blocks)})
-    model = TwoLists(*lists.values())
+    with init_empty_weights():
+        small = shrink(Mixed(len(side), len(blocks)), lists)
+    assert {name: len(small.transformer.get_submodule(name)) for name in lists} == {
+        "encoder.side": min(len(side), 4),
+        "blocks": 3,
+    }
+    profile = StepProfile(small, make_step, device_type="cpu")
+    model = Mixed(len(side), len(blocks))
+    install_plan(model, plan)
     x = torch.randn(256, 64)
     with LiveBytes() as live:
-        model.run(x * 1, *plan.modes.values()).backward()
+        model(x * 1).backward()
     assert profile.peak(plan).num_bytes == pytest.approx(live.peak_bytes, rel=0.006)
+
+
+def flux(num_layers, num_single_layers):
+    heads = {"num_attention_heads": 4, "attention_head_dim": 32, "axes_dims_rope": (8, 12, 12)}
+    widths = {"in_channels": 16, "joint_attention_dim": 64, "pooled_projection_dim": 24}
+    return FluxTransformer2DModel(num_layers=num_layers, num_single_layers=num_single_layers, **heads, **widths)
+
+
+def flux_step(transformer):
+    inputs = {"hidden_states": torch.zeros(2, 256, 16), "encoder_hidden_states": torch.zeros(2, 64, 64)}
+    inputs |= {"pooled_projections": torch.zeros(2, 24), "timestep": torch.tensor([0.3, 0.7])}
+    inputs |= {"img_ids": torch.zeros(256, 3), "txt_ids": torch.zeros(64, 3)}
+    return lambda: transformer(**inputs, return_dict=False)[0].square().mean()
+
+
+@pytest.mark.parametrize("joint, single", [("kkkkk", "kkkkkkk"), ("rrrrr", "rrrrrrr"), ("ppprr", "pprrkkk")])
+def test_two_block_lists_in_a_stock_forward(joint, single):
+    """Five and seven blocks are predicted from three and three, as from all of them, and as they are measured."""
+    plan = MemoryPlan({"transformer_blocks": pattern(joint), "single_transformer_blocks": pattern(single)})
+    with init_empty_weights():
+        skeleton = flux(5, 7)
+    small = shrink(skeleton, block_lists(skeleton))
+    assert block_lists(small.transformer) == {"transformer_blocks": 3, "single_transformer_blocks": 3}
+    assert block_lists(skeleton) == {"transformer_blocks": 5, "single_transformer_blocks": 7}
+    every = {name: list(range(count)) for name, count in block_lists(skeleton).items()}
+    whole = ShrunkModel(skeleton, every, every)
+    found, expected = (StepProfile(model, flux_step, device_type="cpu") for model in (small, whole))
+    transformer = flux(5, 7)
+    install_plan(transformer, plan)
+    step = flux_step(transformer)
+    with LiveBytes() as live:
+        for _ in range(2):  # in the first step shared tensors are not known yet
+            offload.reset_counters()
+            transformer.zero_grad()
+            live.mark()
+            step().backward()
+    assert found.peak(plan).num_bytes == pytest.approx(live.peak_bytes, rel=0.006)
+    assert found.parked_bytes(plan) == offload.counters()["parked_bytes"] == expected.parked_bytes(plan)
+    assert found.peak(plan) == expected.peak(plan) and found.costs([plan]) == expected.costs([plan])
+    assert found.working_set_bytes(plan) == expected.working_set_bytes(plan)
+    assert found.inference_bytes == expected.inference_bytes
+
+
+def test_which_blocks_stand_for_a_model():
+    """By hand: the first, the last, and one of each kind; what is trained in a block is part of its kind."""
+    names = ["proj_out", "blocks.0.0", "blocks.4.0", "blocks.9.0", "blocks.10.0", "encoder.side.1.0"]
+    with init_empty_weights():
+        model = Mixed(2, 11)
+    lists = {"encoder.side": 2, "blocks": 11}
+    small = shrink(model, lists, names)
+    assert small.kept == {"encoder.side": [0, 1], "blocks": [0, 1, 4, 10]}
+    assert small.stand_ins == {"encoder.side": [0, 1], "blocks": [0, 1, 1, 1, 2, 1, 1, 1, 1, 2, 3]}
+    assert small.names(names) == ["proj_out", "blocks.0.0", "blocks.2.0", "blocks.3.0", "encoder.side.1.0"]
+    assert len(model.blocks) == 11 and shrink(model, {"blocks": 11}).kept == {"blocks": [0, 1, 10]}
+    model.blocks[5].requires_grad_(False)
+    assert shrink(model, {"blocks": 11}).kept == {"blocks": [0, 1, 5, 10]}
+
+
+def test_a_plan_for_a_budget_of_sixty_blocks_in_five_modes_takes_less_than_two_seconds(monkeypatch):
+    """With the costs of a step; one forward pass more is as fast as one that waits for the link."""
+    with init_empty_weights():
+        skeleton = Mixed(20, 40)
+    lists = {"encoder.side": 20, "blocks": 40}
+    profile = StepProfile(
+        shrink(skeleton, lists), lambda model: lambda: model(torch.empty(256, 64)), device_type="cpu"
+    )
+    uniform = {mode: profile.costs([MemoryPlan.uniform(lists, mode)])[0] for mode in ("park", "recompute", "keep")}
+    modes = [Mode(activations) for activations in ("park", "park", "recompute", "recompute", "keep")]
+    spans, budgets = [], torch.linspace(uniform["park"].peak_bytes, uniform["keep"].peak_bytes, 5).long().tolist()
+    seconds = []
+    for budget in budgets:
+        start = time.process_time()
+        plan = MemoryPlan.from_budget(lists, budget, profile.costs, modes=modes)
+        spans.append(time.process_time() - start)
+        (cost,) = profile.costs([plan])
+        assert cost.peak_bytes <= budget
+        seconds.append(cost.seconds)
+    assert max(spans) < 2
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] == 0
 
 
 def test_each_tensor_of_an_operation_on_lists_is_looked_at_once(monkeypatch):

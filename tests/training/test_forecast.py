@@ -20,7 +20,7 @@ from pipelines import qwen_image, wan_video
 from runtime.errors import RefusedError
 from training import forecast as forecasting
 from training.arguments import parse_args
-from training.forecast import Launch, check_fits, compare_forecast, counterparts, describe_forecast
+from training.forecast import Launch, check_fits, compare_forecast, describe_forecast
 from training.module import find_lora_targets, make_trainable, parameters_to_train, trainable_parameters
 
 
@@ -61,15 +61,6 @@ def test_parameters_are_known_before_there_are_any(family, mode, tiny_model):
     expected = [(name, tuple(parameter.shape), parameter.dtype) for name, parameter in real.items()]
     found = parameters_to_train(skeleton, args, names).items()
     assert [(name, shape, dtype) for name, (shape, dtype) in found] == expected
-
-
-def test_layers_of_a_model_with_three_blocks():
-    """By hand: the blocks 0, 1 and the last stand for all."""
-    names = ["proj_out", "blocks.0.a", "blocks.1.b", "blocks.2.c", "blocks.9.d", "blocks.10.e", "side.1.f"]
-    lists = {"side": 2, "blocks": 11}
-    assert counterparts(names, lists) == ["proj_out", "blocks.0.a", "blocks.1.b", "blocks.2.e", "side.1.f"]
-    assert counterparts(["blocks.0.a"], {"blocks": 1}) == ["blocks.0.a"]
-    assert counterparts(["blocks.2.a", "blocks.1.a"], {"blocks": 3}) == ["blocks.2.a", "blocks.1.a"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -234,7 +225,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_settings_that_save_most(forec
     assert best[0][0] in str(error.value)
     # What is said to be saved is what a run with that setting is said to need less.
     assert dict(best)["--use_gradient_checkpointing"] == max(made.phases(plan).values()) - max(
-        made.phases(MemoryPlan.uniform(made.block_lists, "recompute")).values()
+        made.phases(MemoryPlan.uniform(made.family.block_lists, "recompute")).values()
     )
 
 
@@ -245,7 +236,7 @@ def test_categories_by_hand(forecast):
     by_category, _ = made.training(plan)
     assert by_category["adapters"] == 4 * count
     assert by_category["optimizer_state"] == pytest.approx(8 * count, rel=0.01)
-    assert by_category["weights"] == sum(p.nbytes for p in made.skeleton.parameters())
+    assert by_category["weights"] == sum(p.nbytes for p in made.family.skeleton.parameters())
     fixed, at_step = made._shares("single", 1)
     assert at_step == 4 * count and fixed["masters"] == fixed["gradients"] == 0
 
@@ -256,7 +247,7 @@ def test_categories_of_full_training_in_bf16_by_hand(forecast):
     count = sum(math.prod(shape) for shape, _ in made.parameters.values())
     by_category, place = made.training(plan)
     if place == "optimizer step":
-        frozen = sum(p.nbytes for p in made.skeleton.parameters()) - 2 * count
+        frozen = sum(p.nbytes for p in made.family.skeleton.parameters()) - 2 * count
         assert sum(by_category.values()) - by_category["batch"] == pytest.approx(18 * count + frozen, rel=0.01)
     _, at_step = made._shares("single", 1)
     assert at_step == 4 * count
@@ -379,7 +370,7 @@ def test_shares_of_several_processes_by_hand(forecast):
         if strategy == "zero2":
             assert fixed["weights"] == whole["weights"] and fixed["adapters"] == adapters
         else:
-            blocks = made.skeleton.transformer_blocks
+            blocks = made.family.skeleton.transformer_blocks
             gathered = 2 * max(sum(p.nbytes for p in block.parameters()) for block in blocks)
             assert fixed["weights"] == whole["weights"] // 4 + gathered and fixed["adapters"] == adapters // 4
     assert Launch("cuda").strategy == "single"

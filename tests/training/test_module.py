@@ -7,6 +7,8 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from peft.tuners.lora import LoraLayer
 
+from blockwise.plan import MemoryPlan
+from blockwise.stock import install_plan
 from pipelines.qwen_image import QwenImage, model_fn_qwen_image, never_trained_modules
 from runtime.errors import RefusedError
 from train_qwen_image import VALUES
@@ -278,7 +280,8 @@ def test_optimizers_that_cannot_be(flags, said):
 
 def test_every_trainable_tensor_gets_a_gradient_after_two_steps():
     transformer = with_lora(tiny_transformer())
-    module = DiffusionTrainingModule(object.__new__(QwenImage), transformer, use_gradient_checkpointing=True)
+    install_plan(transformer, MemoryPlan.uniform({"transformer_blocks": 2}, "recompute"))
+    module = DiffusionTrainingModule(object.__new__(QwenImage), transformer)
     optimizer = torch.optim.AdamW(trainable_parameters(module).values(), lr=1e-3, weight_decay=0)
     batch = {
         "latents": torch.randn(2, 16, 8, 12),
