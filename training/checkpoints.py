@@ -14,7 +14,7 @@ import safetensors.torch
 from runtime.errors import FailedError, RefusedError
 from runtime.files import delete_folder, rename_folder
 from runtime.processes import full_tensors, on_main_process, together
-from training.arguments import CONFIG_ONLY
+from training.flags import ROWS
 from training.optimizers import uses_deepspeed
 
 
@@ -22,24 +22,6 @@ logger = logging.getLogger(__name__)
 
 _STATE_FILE = "training_state.json"
 _WEIGHTS_FILE = "trainable.safetensors"
-
-# What may differ when a run is resumed: where things are, how memory is used, what is written when, and the length.
-# A schedule that depends on the length follows the new one. Anything else would make another run of the rest.
-_MAY_CHANGE = {
-    *("pretrained_model_name_or_path", "revision", "variant", "transformer_path", "dataset_path", "dataset_metadata"),
-    *("output_dir", "resume_from_checkpoint", "config", "checkpointing_steps", "checkpoints_total_limit"),
-    *("use_gradient_checkpointing", "use_gradient_checkpointing_offload", "checkpoint_blocks", "offload_buffer_size"),
-    *("memory_budget", "dry_run", "offload_ema"),
-    *("deterministic", "logging_steps", "max_skipped_steps", "push_to_hub", "hub_model_id", "report_to"),
-    *("validation_prompt", "validation_image", "validation_steps", "validation_seed"),
-    *("negative_prompt", "guidance_scale", "num_inference_steps"),
-    *("lora_dtype", "lora_init_path", "max_train_steps", "num_train_epochs"),
-    # Their product is compared instead.
-    *("train_batch_size", "gradient_accumulation_steps"),
-    # What they say of the items is compared instead.
-    *("datasets", "cache_dir", "on_bad_sample", "allow_missing_captions", "dataloader_num_workers"),
-    *("media_column", "caption_column", "dataset_repeat"),
-}
 
 
 def _read_state(path):
@@ -112,17 +94,7 @@ def find_checkpoint(args, accelerator):
             pass
     except (ValueError, OSError, safetensors.SafetensorError) as error:
         raise RefusedError(f"{where} is not a complete checkpoint: {error}.") from None
-    for name, before in state["arguments"].items():
-        now = json.loads(json.dumps(getattr(args, name, None)))
-        # With two experts the first one's length says where the second begins.
-        of_both = ("max_train_steps", "num_train_epochs")
-        fixed = getattr(args, "expert", None) == "both" and name in of_both
-        if now != before and (name not in _MAY_CHANGE or fixed):
-            setting = name if name in CONFIG_ONLY else f"--{name}"
-            raise RefusedError(
-                f"{setting} is {now} and was {before} in {path}: a resumed run keeps the settings it had. Give the "
-                "old value, or start a new run."
-            )
+    refuse_changed_settings(args, state["arguments"], path)
     _check_processes(args, state["num_processes"], accelerator)
     return path, state
 
@@ -159,6 +131,29 @@ def _locate(args):
         f"--resume_from_checkpoint {path}: there is no {' or '.join(map(os.path.abspath, places))}; complete ones in "
         f"{args.output_dir}: {', '.join(place.name for place in existing.values()) or 'none'}."
     )
+
+
+def refuse_changed_settings(args, settings, path):
+    """Refuse to continue a run with other settings than it had, unless they may change.
+
+    Args:
+        args (`argparse.Namespace`): Of this run.
+        settings (`dict[str, Any]`): Of the run that wrote the checkpoint, as JSON has them.
+        path (`pathlib.Path`): Of the checkpoint, for the message.
+
+    Raises:
+        RefusedError: It names the first one that differs.
+    """
+    for name, before in settings.items():
+        now = json.loads(json.dumps(getattr(args, name, None)))
+        # With two experts the first one's length says where the second begins.
+        is_fixed = getattr(args, "expert", None) == "both" and name in ("max_train_steps", "num_train_epochs")
+        if now != before and (is_fixed or name not in ROWS or not ROWS[name].may_change):
+            label = ROWS[name].label if name in ROWS else name
+            raise RefusedError(
+                f"{label} is {now} and was {before} in {path}: a resumed run keeps the settings it had. Give "
+                "the old value, or start a new run."
+            )
 
 
 def describe_checkpoint(found):

@@ -7,6 +7,7 @@ import re
 import yaml
 
 from runtime.files import write_text
+from training.flags import ROWS
 from training.reporting import read_metrics
 
 
@@ -25,19 +26,6 @@ Trained with Blockwise on {num_items} items, {num_steps} optimizer steps{each}.
 |---|---|
 {settings}
 """
-
-# What a reader needs to judge or repeat a run; nothing that says where it was made.
-_SETTINGS = (
-    *("training_mode", "transformer_path", "revision", "variant"),
-    *("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_init_path", "lora_dtype"),
-    *("height", "width", "max_pixels", "aspect_buckets", "num_frames", "fps", "bucket_config", "clip_part"),
-    *("task", "expert"),
-    *("train_batch_size", "gradient_accumulation_steps", "dataset_repeat", "caption_dropout"),
-    *("learning_rate", "lr_scheduler", "lr_warmup_steps", "lr_num_cycles", "lr_power"),
-    *("optimizer", "optimizer_args", "weight_decay", "max_grad_norm"),
-    *("mixed_precision", "ema", "ema_decay"),
-    *("timestep_sampling", "sigma_shift", "min_sigma", "max_sigma", "loss_weighting", "seed"),
-)
 
 
 def write_model_card(args, *, base_model, pipeline_tag, num_items, usage):
@@ -61,7 +49,8 @@ def write_model_card(args, *, base_model, pipeline_tag, num_items, usage):
     if previews:
         metadata["widget"] = [{"text": _one_line(prompt), "output": {"url": path}} for path, prompt in previews]
     lines = read_metrics(output_dir / "metrics.jsonl")
-    settings = {"base_model": base_model} | {name: _setting(name, getattr(args, name, None)) for name in _SETTINGS}
+    shown = {name: _setting(name, getattr(args, name, None)) for name, flag in ROWS.items() if flag.in_card}
+    settings = {"base_model": base_model} | shown
     text = MODEL_CARD.format(
         metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
         title=_escaped(f"{base_model.rpartition('/')[2]} {'LoRA' if is_lora else 'fine-tune'}"),

@@ -13,6 +13,7 @@ import uuid
 
 from runtime.errors import RefusedError
 from runtime.processes import agreed, gather_from_all
+from training.flags import ROWS
 
 
 logger = logging.getLogger(__name__)
@@ -25,9 +26,6 @@ _PATIENCE_SECONDS = 5
 
 # What every process reads for itself. Dataset and checkpoint are compared when they are read.
 _INPUTS = ("pretrained_model_name_or_path", "transformer_path", "lora_init_path", "validation_image")
-# Machines may have the same thing at different places.
-_PLACES = {*_INPUTS, "output_dir", "cache_dir", "dataset_path", "dataset_metadata", "datasets", "config"}
-_PLACES |= {"resume_from_checkpoint"}
 
 
 @contextlib.contextmanager
@@ -46,7 +44,7 @@ def claim_output_dir(args, accelerator):
     with contextlib.ExitStack() as stack:
         agreed(accelerator, lambda: accelerator.is_main_process and stack.enter_context(_locked(output_dir)))
         if accelerator.num_processes > 1:
-            alike = {f"--{name}": value for name, value in vars(args).items() if name not in _PLACES}
+            alike = {flag.label: getattr(args, name, None) for name, flag in ROWS.items() if not flag.is_place}
             alike |= {f"what is at --{name}": _sizes_at(getattr(args, name, None)) for name in _INPUTS}
             agreed(accelerator, lambda: alike, dict)
             _check_shared("output_dir", output_dir, accelerator)
