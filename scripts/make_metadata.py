@@ -30,7 +30,7 @@ from pathlib import Path
 
 # The script may be started from anywhere; the folder that Python adds is this script's own.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dataset.metadata import IMAGE_SUFFIXES, METADATA_SUFFIXES, VIDEO_SUFFIXES, read_sidecars  # noqa: E402
+from dataset.metadata import IMAGE_SUFFIXES, TABLE_SUFFIXES, VIDEO_SUFFIXES, read_sidecars  # noqa: E402
 from runtime.errors import RefusedError, exit_codes  # noqa: E402
 from training.arguments import Parser  # noqa: E402
 
@@ -53,7 +53,7 @@ def parse_args(argv):
         RefusedError: if a flag is unknown or its value is not allowed, or if the table exists.
     """
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    suffixes = ", ".join(METADATA_SUFFIXES)
+    suffixes = ", ".join(TABLE_SUFFIXES)
     add = parser.add_argument
     add("folder", metavar="FOLDER", type=Path, help="folder of images and clips")
     add("--output", type=Path, help=f"table to write, ends in {suffixes} (default: metadata.csv in FOLDER)")
@@ -74,7 +74,7 @@ def parse_args(argv):
     # absolute, not resolve: files are often links into a store, and a path is the name inside the folder.
     args.folder = Path(os.path.abspath(args.folder))
     args.output = args.folder / "metadata.csv" if args.output is None else Path(os.path.abspath(args.output))
-    if args.output.suffix.lower() not in METADATA_SUFFIXES:
+    if args.output.suffix.lower() not in TABLE_SUFFIXES:
         raise RefusedError(f"--output {args.output} must end in {suffixes}.")
     if not args.output.parent.is_dir():
         raise RefusedError(f"--output {args.output} is to stand in a folder that does not exist.")
@@ -141,7 +141,7 @@ def make_record(item, base):
 
 
 def write_table(records, path, suffix):
-    """Write what `make_record` returned, in the format of one of `METADATA_SUFFIXES`."""
+    """Write what `make_record` returned, in the format of one of `TABLE_SUFFIXES`."""
     if suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet

@@ -64,19 +64,22 @@ def test_a_table_of_texts_has_lists_in_json(folder):
 def test_a_file_of_a_role_that_is_missing_is_named(folder):
     write_table(folder, (0, "none.png", {}), (1, [], {}), (2, ["one2.png", 3], {"mask": ""}))
     problems = [row.problem for row in read_rows(folder, roles=ROLES)]
-    assert problems == ["'none.png' names no file", "edit_image is empty", "edit_image is 3, not a path"]
+    assert problems == ["'none.png' names no file", "no references", "edit_image is 3, not a path"]
 
 
 def test_a_dataset_without_the_column_is_refused(folder):
     (folder / "metadata.csv").write_text("file_name,text\ntarget0.png,a\n")
-    with pytest.raises(RefusedError, match="metadata.csv has no references.* edit_image or reference_images"):
+    with pytest.raises(
+        RefusedError,
+        match="has no references column .edit_image, reference_images.: this model",
+    ):
         read_rows(folder, roles=ROLES)
     (folder / "metadata.csv").write_text("file_name,text,edit_image,reference_images\ntarget0.png,a,b,c\n")
-    with pytest.raises(RefusedError, match="several columns of references, edit_image and reference_images"):
+    with pytest.raises(RefusedError, match="several references columns .edit_image, reference_images."):
         read_rows(folder, roles=ROLES)
     (folder / "metadata.csv").unlink()
     (folder / "target0.txt").write_text("a")
-    with pytest.raises(RefusedError, match="has no metadata file, has no references"):
+    with pytest.raises(RefusedError, match="has no metadata file, and this model needs one, with references"):
         read_rows(folder, roles=ROLES)
 
 
@@ -93,7 +96,7 @@ def test_references_inside_a_hugging_face_dataset(folder):
     made.save_to_disk(folder / "saved")
     (folder / "saved" / "x").mkdir()
     rows = read_rows(folder / "saved", roles=ROLES)
-    assert [row.problem for row in rows] == ["edit_image is empty", None, None]
+    assert [row.problem for row in rows] == ["no references", None, None]
     assert [len(row.contents("references")) for row in rows] == [0, 1, 2]
     assert [len(row.contents("mask")) for row in rows] == [0, 1, 0]
     contents = [[*row.contents("references"), *row.contents("mask")] for row in rows]

@@ -17,7 +17,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from dataset import videos
-from dataset.metadata import IMAGE_SUFFIXES, METADATA_SUFFIXES, VIDEO_SUFFIXES, read_rows
+from dataset.metadata import IMAGE_SUFFIXES, TABLE_SUFFIXES, VIDEO_SUFFIXES, read_rows
 from runtime.errors import RefusedError
 from scripts import make_metadata
 
@@ -162,7 +162,7 @@ def test_a_gif_of_one_frame_is_a_picture(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("1 images and 0 clips")
 
 
-@pytest.mark.parametrize("suffix", METADATA_SUFFIXES)
+@pytest.mark.parametrize("suffix", TABLE_SUFFIXES)
 def test_every_format_gives_the_captions_back(tmp_path, suffix):
     for name, caption in CAPTIONS.items():
         write_picture(tmp_path / f"{name}.png", caption=caption)

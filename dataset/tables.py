@@ -1,0 +1,225 @@
+"""Reads tables and texts of a dataset as they were written, and finds the columns that matter.
+
+No value is guessed: a caption "007" or "null" stays one. What is not clear is refused with its file and line.
+"""
+
+import codecs
+import csv
+import difflib
+import io
+import json
+import logging
+import os
+import reprlib
+from collections import Counter
+from pathlib import Path
+
+from runtime.errors import RefusedError
+
+
+logger = logging.getLogger(__name__)
+
+TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+
+# Hugging Face (file_name + text), DiffSynth-Studio (image or video + prompt), Open-Sora (path + text).
+FILE_COLUMNS = {"media": ("file_name", "image", "video", "path"), "caption": ("text", "prompt")}
+HUB_COLUMNS = {"media": ("image",), "caption": ("text", "caption", "prompt")}
+HUB_COLUMNS_WITH_VIDEOS = {**HUB_COLUMNS, "media": ("image", "video")}
+# Of what an item has in addition to its target; each holds a path or a list of paths.
+ROLE_COLUMNS = {
+    "references": ("edit_image", "reference_images"),
+    "control": ("control_image", "blockwise_controlnet_image"),
+    "mask": ("mask", "blockwise_controlnet_inpaint_mask"),
+    "layers": ("layers",),
+    "control_video": ("control_video",),
+}
+
+
+def first_five(problems):
+    """Returns the first five problems, one a line, and how many more there are."""
+    lines = [f"  {problem}" for problem in problems[:5]]
+    if len(problems) > 5:
+        lines.append(f"  and {len(problems) - 5} more")
+    return "\n".join(lines)
+
+
+def nearest(name, choices):
+    """Returns the choice that is spelt most like `name`, whatever the case, or None."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return by_lower[close[0]] if close else None
+
+
+def read_text(path, name):
+    """Returns the text of a file in UTF-8, or in UTF-16 if it begins with a byte order mark.
+
+    Raises:
+        RefusedError: It is encoded otherwise; names the file and the byte.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise RefusedError(f"{name} cannot be read: {error.strerror}.") from error
+    marks = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
+    encoding = marks.get(data[:2], "utf-8")
+    # The mark is decoded too and dropped afterwards, so that offsets count from the start of the file.
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise RefusedError(
+            f"{name} is not {encoding.upper()} at byte {error.start} (0x{data[error.start]:02x}): save it as UTF-8."
+        ) from error
+    # UTF-16 without its mark, and UTF-32, decode without an error: every other character is a NUL.
+    if "\0" in text:
+        offset = len(text[: text.index("\0")].encode(encoding))
+        raise RefusedError(f"{name} has a NUL character at byte {offset}: save it as UTF-8.")
+    return text.lstrip("\ufeff")
+
+
+def read_table(path, name):
+    """Returns the column names of a table and its rows, each as (origin, record by column name).
+
+    Args:
+        path: Ends in one of `TABLE_SUFFIXES`.
+        name: How messages call it.
+
+    Raises:
+        RefusedError: It cannot be read without doubt; names the line.
+    """
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix == ".parquet":
+        return _read_parquet(path, name)
+    text = read_text(path, name)
+    if suffix in (".csv", ".tsv"):
+        return _read_delimited(text, name, "," if suffix == ".csv" else "\t")
+    if suffix == ".jsonl":
+        # Not splitlines, which also splits at U+2028, as a caption may have it. A mark at the start of a later line is
+        # left by joining files.
+        lines = [(f"{name} line {n}", line.strip().lstrip("\ufeff")) for n, line in enumerate(text.split("\n"), 1)]
+        records = [(origin, _parse_json(line, origin)) for origin, line in lines if line]
+    else:
+        value = _parse_json(text, name)
+        if not isinstance(value, list):
+            raise RefusedError(f"{name} must hold a list of objects, not {reprlib.repr(value)}.")
+        records = [(f"{name} item {n}", record) for n, record in enumerate(value, 1)]
+    for origin, record in records:
+        if not isinstance(record, dict):
+            raise RefusedError(f"{origin} is not an object: {reprlib.repr(record)}.")
+    return list(dict.fromkeys(column for _, record in records for column in record)), records
+
+
+def _read_parquet(path, name):
+    # pyarrow takes a while to import, and only this kind of file needs it.
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RefusedError(f"{name} cannot be read as parquet: {error}") from error
+    return table.column_names, [(f"{name} row {n}", record) for n, record in enumerate(table.to_pylist(), 1)]
+
+
+def _read_delimited(text, name, delimiter):
+    # Python's limit guards against quotes that are never closed in streams; here all of the text is in memory already.
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    # newline="" keeps the line ends inside a caption; strict refuses stray quotes, which would change one.
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    rows, line = [], 1
+    try:
+        for fields in reader:
+            # Not an empty line, nor the bare delimiters that spreadsheets leave below the table.
+            if any(fields):
+                rows.append((f"{name} line {line}", fields))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise RefusedError(f"{name} line {line} cannot be read: {error}.") from error
+    if not rows:
+        raise RefusedError(f"{name} is empty.")
+    (_, header), *rows = rows
+    problems = [f"{origin}: {len(fields)} fields" for origin, fields in rows if len(fields) != len(header)]
+    if problems:
+        raise RefusedError(
+            f"{name} has {len(problems)} rows that do not have the header's {len(header)} fields (a caption that "
+            f"holds {delimiter!r} needs quotes):\n{first_five(problems)}"
+        )
+    if len(set(header)) < len(header):
+        raise RefusedError(f"{name} has several columns of one name: {_repeated(header)!r}.")
+    return header, [(origin, dict(zip(header, fields, strict=True))) for origin, fields in rows]
+
+
+def _repeated(names):
+    return Counter(names).most_common(1)[0][0]
+
+
+def _parse_json(text, name):
+    def unique_keys(pairs):
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            raise ValueError(f"the key {_repeated(key for key, _ in pairs)!r} occurs twice")
+        return record
+
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"{name} is not JSON: {error}.") from error
+
+
+def as_list(value):
+    """Returns the paths that a column of a role holds: one, or a list, which in a table of texts is JSON."""
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return [value]
+    return value if isinstance(value, list) else [] if value in (None, "") else [value]
+
+
+def pick_columns(columns, name, known, given, allow_missing_captions, roles):
+    """Returns the columns of a dataset that are read: {"media", "caption" or role: column}, without those it lacks.
+
+    Args:
+        columns: The names that the dataset has.
+        name: The file or dataset, for messages.
+        known: The names that need no flag, for "media" and "caption".
+        given: The value of the flag or None, for "media" and "caption".
+        allow_missing_captions: Whether there may be no caption column.
+        roles: {role of `ROLE_COLUMNS`: whether every item needs one}.
+
+    Raises:
+        RefusedError: One that is needed is missing, misspelt, or one of several.
+    """
+    picked = {}
+    for what, is_needed in {"media": True, "caption": not allow_missing_captions, **dict(roles)}.items():
+        others = [column for column in columns if column not in picked.values()]
+        names = {**known, **ROLE_COLUMNS}[what]
+        try:
+            column = _pick_column(what, others, names, given.get(what), is_needed, what in known)
+        except ValueError as error:
+            found = ", ".join(map(repr, columns)) or "none"
+            raise RefusedError(f"{name} has {error} Columns found: {found}.") from error
+        if column is not None:
+            picked[what] = column
+    unused = [column for column in columns if column not in picked.values()]
+    if unused:
+        logger.info("%s: columns not used: %s", name, ", ".join(map(repr, unused)))
+    return picked
+
+
+def _pick_column(what, columns, known, given, is_needed, has_flag):
+    """Returns the column of what is meant, or None; raises ValueError with what is wrong."""
+    by_flag = f"name it by --{what}_column" if has_flag else "this model takes one"
+    present = [column for column in columns if column in (known if given is None else [given])]
+    if len(present) > 1:
+        raise ValueError(f"several {what} columns ({', '.join(present)}): {by_flag}.")
+    if present:
+        return present[0]
+    if given is not None:
+        near = nearest(given, columns)
+        raise ValueError(f"no {what} column {given!r}{f', did you mean {near!r}?' if near else '.'}")
+    misspelt = [f"{column!r} for {nearest(column, known)!r}" for column in columns if nearest(column, known)]
+    # An optional role may well be spelt like another one.
+    if is_needed or has_flag and misspelt:
+        hint = f" Is it {' or '.join(misspelt)}?" if misspelt else ""
+        raise ValueError(f"no {what} column ({', '.join(known)}): {by_flag}.{hint}")
+    return None
