@@ -6,7 +6,7 @@ The cache holds entries of the real shapes of Qwen-Image at 1024x1024 and Wan 2.
 frames. They are read, noised and collated by what training uses, while a step is 50 ms in which this process does
 nothing, as when a GPU computes ("waiting"), or in which Python is at work ("slower": by how much the loading threads
 stretch such a step, the waiting with it). Then the start of a run over many rows: reading the table, looking at the
-pictures, for the first time and again, and planning the batches.
+images, for the first time and again, and planning the batches.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def waiting_share(dataset, step, *, batch_size, num_workers, num_steps, step_sec
 
 
 def make_rows(folder, num_rows):
-    """Write a dataset of tiny pictures, all different, with a table."""
+    """Write a dataset of tiny images, all different, with a table."""
     for n in range(num_rows):
         path = folder / f"{n // 1000:03d}" / f"{n:06d}.png"
         path.parent.mkdir(exist_ok=True)

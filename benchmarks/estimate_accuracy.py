@@ -61,12 +61,12 @@ RUNS = {
 
 
 def make_data(folder):
-    """Write three pictures and three clips of 9 frames, each with a caption, to `folder`; return their two folders."""
+    """Write three images and three clips of 9 frames, each with a caption, to `folder`; return their two folders."""
     import av
     import numpy as np
     from PIL import Image
 
-    generator, folders = np.random.default_rng(0), (folder / "pictures", folder / "clips")
+    generator, folders = np.random.default_rng(0), (folder / "images", folder / "clips")
     for data in folders:
         data.mkdir()
     for index in range(3):
@@ -78,18 +78,18 @@ def make_data(folder):
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
             container.mux(stream.encode())
         for data in folders:
-            (data / f"{index}.txt").write_text(f"noise, the picture number {index}")
+            (data / f"{index}.txt").write_text(f"noise, the image number {index}")
     return folders
 
 
-def run(name, folder, pictures, clips):
+def run(name, folder, images, clips):
     """Train three steps, all output to `folder`, and return its run.json."""
     family, height, width, flags = RUNS[name]
     model = folder.parent / family
     if not model.exists():
         command = ["scripts/make_tiny_model.py", "--family", family, "--output", model]
         subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, capture_output=True)
-    script, data = (train_qwen_image, pictures) if family == "qwen_image" else (train_wan_video, clips)
+    script, data = (train_qwen_image, images) if family == "qwen_image" else (train_wan_video, clips)
     argv = ["--pretrained_model_name_or_path", model, "--dataset_path", data, "--output_dir", folder]
     argv += ["--max_train_steps", "3", "--height", height, "--width", width]
     argv += [] if family == "qwen_image" else ["--num_frames", "9"]

@@ -3,7 +3,7 @@
     python benchmarks/memory_modes.py                              # on a CPU, blocks of middle size; three minutes
     python benchmarks/memory_modes.py --device cuda --real_size    # on a GPU, blocks of real size; under eight minutes
 
-All modes run in this process, alternating. Beside ours: `keyword` and `positional`, torch's own recipe of
+All modes run in this process, alternating. In addition to ours: `keyword` and `positional`, torch's own recipe of
 `save_on_cpu` around a checkpoint, with the block's arguments given by name (which moves nothing) and by position
 (which moves what all blocks share, too). Then: the plan for a budget halfway between keeping and recomputing, and what
 the dispatcher adds to torch's own checkpoint called by hand. On a GPU also: the bandwidth of pinned memory, the

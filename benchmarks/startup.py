@@ -1,4 +1,4 @@
-"""Where the time of a short run goes, phase by phase; and how long any other command takes beside it.
+"""Where the time of a short run goes, phase by phase; and how long any other command takes.
 
     python benchmarks/startup.py
     python benchmarks/startup.py --other 'python their_script.py --model $MODEL --data $DATASET --output $OUTPUT'

@@ -125,7 +125,7 @@ def inspect_folder(args, cache_dir):
         # Without a name, so that its file is closed when the folder is removed, which NFS asks for.
         items = inspect_each(rows, inspector, on_bad_sample=args.on_bad_sample, cache=Cache(cache_dir))
     except RefusedError as error:
-        kept = f"what was measured is kept in {cache_dir}, and the next run goes on from there"
+        kept = f"what was measured is kept in {cache_dir}, and the next run continues from there"
         raise RefusedError(f"{error}\nNo table was written; {kept}.") from error
     return [item for item in items if item.record["decision"] == "used"]
 

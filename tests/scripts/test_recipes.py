@@ -406,7 +406,7 @@ def test_the_page_of_memory_is_what_the_benchmark_forecasts(label, request):
     size = size if len(size) == 3 else (*size, 1)
     assert memory_row(model, size, mode) == memory_page()[label]
     forecast = dry_run(model, size, mode)
-    assert sum(parameter.numel() for parameter in forecast.skeleton.parameters()) == NUM_PARAMETERS[model]
+    assert sum(parameter.numel() for parameter in forecast.family.skeleton.parameters()) == NUM_PARAMETERS[model]
 
 
 def test_the_page_of_memory_has_every_recipe():
