@@ -34,7 +34,8 @@ def start_accelerator(args):
     _check_environment(args)
     # Our own notices go to stderr, once; INFO lines of libraries do not.
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("training").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
+    for package in ("training", "dataset"):
+        logging.getLogger(package).setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
