@@ -25,12 +25,13 @@ from blockwise.log import NUM_WATCHED_STEPS, MemoryLog  # noqa: E402
 from dataset.batches import TrainingDataset, collate, plan_batches  # noqa: E402
 from dataset.inspection import Item  # noqa: E402
 from dataset.metadata import Row  # noqa: E402
+from pipelines.family import Stage  # noqa: E402
 from pipelines.qwen_image import QwenImage, never_trained_modules  # noqa: E402
 from train_qwen_image import VALUES  # noqa: E402
 from training.arguments import parse_args  # noqa: E402
 from training.flow_matching import SigmaLaw  # noqa: E402
 from training.launch import start_accelerator  # noqa: E402
-from training.loop import train  # noqa: E402
+from training.loop import Training, train  # noqa: E402
 from training.module import DiffusionTrainingModule, train_all_weights, trainable_parameters  # noqa: E402
 from training.optimizers import find_optimizer  # noqa: E402
 
@@ -101,16 +102,8 @@ def main():
         module = make_module()
         optimizer = optimizer_class(trainable_parameters(module).values(), **arguments)
         for round_number in range(options.rounds + 1):
-            train(
-                accelerator,
-                module,
-                dataset,
-                order,
-                args,
-                log=MemoryLog(),
-                optimizer=(optimizer_class, arguments),
-                steps=range(1, order.last_step + 1),
-            )
+            chosen = (optimizer_class, arguments)
+            train(Training(accelerator, args, Stage(), module, dataset, order, MemoryLog(), chosen))
             accelerator.free_memory()
             lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
             plain = run_bare(module, batches, optimizer, options.steps)

@@ -511,7 +511,7 @@ def test_signal(number, start, train, lora_run, tmp_path, capsys):
     assert process.wait() == 3, process.said
     (step,) = list_checkpoints(folder)
     assert step == len(metrics(folder)) and 3 <= step < 9
-    said = f"stopped by {signal.Signals(number).name} after step {step}; checkpoint-{step} is complete, go on with "
+    said = f"stopped by {signal.Signals(number).name} after step {step}; checkpoint-{step} is complete, continue with "
     assert f"{said}--resume_from_checkpoint latest\n" in process.said
     train(folder, *LORA, *LATEST)
     assert f"resumed from checkpoint-{step}, " in capsys.readouterr().out

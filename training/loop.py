@@ -1,5 +1,7 @@
 """The training loop, in Accelerate's words and order, and what stands right before and after it."""
 
+import contextlib
+import dataclasses
 import pathlib
 
 import torch
@@ -16,169 +18,232 @@ from training.optimizers import prepare_training, uses_deepspeed
 from training.reporting import Metrics
 
 
-def train(
-    accelerator,
-    module,
-    dataset,
-    batches,
-    args,
-    *,
-    log,
-    optimizer,
-    steps,
-    checkpoint=None,
-    validation=None,
-    trackers=None,
-    expert=None,
-    steps_before=0,
-    is_followed=False,
-):
-    """Train `module` in place. With --ema it has the averaged weights at the end.
+@dataclasses.dataclass
+class Training:
+    """The training of one transformer.
 
     Args:
         accelerator (`Accelerator`)
+        args (`argparse.Namespace`)
+        stage (`Stage`): Steps of the stages before count in the numbers of checkpoints and in the record of the run,
+            not in the schedule or in what is drawn: those are as in a run of this transformer alone.
         module (`DiffusionTrainingModule`): What requires a gradient is trained.
         dataset (`TrainingDataset`)
         batches (`BatchPlan`)
-        args (`argparse.Namespace`)
         log (`MemoryLog`)
         optimizer (`tuple`): From `find_optimizer`.
-        steps (`range`): The optimizer steps to make, counted from 1.
-        checkpoint (`pathlib.Path`, *optional*): Training state to go on from.
-        validation (`Validation`, *optional*): Previews, and the loss of what is held out; not after the last step.
-        trackers (`Trackers`, *optional*): Get the numbers too.
-        expert (`str`, *optional*): Which of several transformers this is, for the record.
-        steps_before (`int`):
-            Steps that the run made on another transformer. They count in the numbers of checkpoints and in the record
-            of the run, not in the schedule or in what is drawn: those are as in a run of this transformer alone.
-        is_followed (`bool`): The run goes on with another transformer; its checkpoints begin with one of this end.
+        resumed_steps (`int`): The optimizer steps of this stage that are in the checkpoint.
+        checkpoint (`pathlib.Path`, *optional*): Training state to resume from.
+        validation (`Validation`, *optional*): Previews and the loss of held-out items; not after the last step.
+        trackers (`Trackers`, *optional*): They get the numbers too.
+    """
+
+    accelerator: object
+    args: object
+    stage: object
+    module: object
+    dataset: object
+    batches: object
+    log: object
+    optimizer: tuple
+    resumed_steps: int = 0
+    checkpoint: pathlib.Path | None = None
+    validation: object = None
+    trackers: object = None
+
+    @property
+    def steps(self):
+        """The optimizer steps to make, counted from 1."""
+        return range(self.resumed_steps + 1, self.batches.last_step + 1)
+
+    @property
+    def steps_before(self):
+        """How many steps the stages before make."""
+        return self.stage.number * self.batches.last_step
+
+
+def train(training):
+    """Train a module in place. With --ema it has the averaged weights at the end.
+
+    Args:
+        training (`Training`)
 
     Raises:
         FailedError: A trainable tensor gets no gradient, a loss is not finite, or a checkpoint cannot be written.
         StoppedError: A signal asked for it; a checkpoint of the last step that was made is complete.
     """
-    model, optimizer, lr_scheduler, weights, average = _prepare(
-        accelerator, module, args, log=log, optimizer=optimizer, last_step=steps.stop - 1, checkpoint=checkpoint
-    )
-    loader = load_batches(
-        dataset,
-        batches,
-        process_index=accelerator.process_index,
-        steps=steps,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=accelerator.device.type == "cuda",
-    )
-    path = pathlib.Path(args.output_dir) / "metrics.jsonl"
-    metrics = Metrics(
-        accelerator,
-        path,
-        steps,
-        batches,
-        dataset,
-        log=log,
-        resumed_path=checkpoint and checkpoint.parent / path.name,
-        trackers=trackers,
-        expert=expert,
-        steps_before=steps_before,
-    )
-    liveness = GradientLiveness(trainable_parameters(module))
-    log.watch(module, optimizer, step=steps_before + steps.start, average=average.tensors)
-    step, losses, sample_losses = steps.start - 1, [], []
-    num_skipped = gather_from_all(accelerator, metrics.num_skipped)[0]
-    with StopRequest(accelerator) as stop, metrics:
-
-        def validate(number):
-            with log.aside("previews"), average.applied(), metrics.aside():
-                validation.run(number, trackers, is_stopped=lambda: stop.signal != 0)
-
-        if steps and checkpoint is not None and validation is not None and validation.is_missing(steps_before + step):
-            validate(steps_before + step)
-            if stopped_by := stop.agreed():
-                raise StoppedError(f"stopped by {stopped_by}; {checkpoint} is complete, go on from there")
-        for batch in metrics.waiting_for(loader):
-            batch = send_to_device(batch, accelerator.device, non_blocking=True)
-            if not losses:
-                # The last step of an epoch may have fewer micro-batches than Accelerate counts up to.
-                accelerator.step = args.gradient_accumulation_steps - len(batches.micro_batches(step + 1))
-            with accelerator.accumulate(model):
-                loss = model(batch) * batches.loss_weight(step + 1, len(losses), accelerator.process_index)
-                losses.append(loss.detach())
-                sample_losses.append(module.sample_losses)
-                accelerator.backward(loss)
-                weights.take_gradients()
-                is_skipped = False
-                if accelerator.sync_gradients:
-                    grad_norm = clip_gradients(accelerator, weights, args.max_grad_norm)
-                    lr = lr_scheduler.get_last_lr()[0]
-                    if args.max_skipped_steps:
-                        is_skipped = not grad_norm.isfinite().item()
-                        num_skipped = num_skipped + 1 if is_skipped else 0
-                if not is_skipped:
-                    optimizer.step()
-                if accelerator.sync_gradients:
-                    weights.write_back()
-                    lr_scheduler.step()
-                optimizer.zero_grad()
-            if not accelerator.sync_gradients:
-                continue
-
-            step += 1
-            if not is_skipped:
-                average.step()
-            metrics.add(
-                step=step,
-                loss=torch.stack(losses).sum() / args.gradient_accumulation_steps,
-                sample_losses=torch.cat(sample_losses),
-                lr=lr,
-                grad_norm=grad_norm,
-                may_be_bad=is_skipped and num_skipped <= args.max_skipped_steps,
-            )
+    accelerator, args, batches = training.accelerator, training.args, training.batches
+    model, optimizer, lr_scheduler, weights, average = _prepare(training)
+    with AfterStep(training, optimizer, average) as after, contextlib.closing(_load(training, after)) as loader:
+        for step in training.steps:
+            num_micro_batches = len(batches.micro_batches(step))
+            # The last step of an epoch may have fewer micro-batches than Accelerate counts up to.
+            accelerator.step = args.gradient_accumulation_steps - num_micro_batches
             losses, sample_losses = [], []
-            # With several processes after the first step: DDP does not survive a second one with a silent tensor.
-            if step == steps[: 2 if accelerator.num_processes == 1 else 1][-1]:
-                liveness.check()
-            number, is_last = steps_before + step, step == steps[-1]
-            saves = args.checkpointing_steps is not None and (
-                number % args.checkpointing_steps == 0 or (is_last and is_followed)
-            )
-            validates = not is_last and validation is not None and validation.is_due(number)
-            if saves or validates or is_last or is_skipped or step % args.logging_steps == 0:
-                metrics.flush()
-            if saves:
-                with metrics.aside():
-                    save_checkpoint(accelerator, args, number, batches)
-            if validates and not stop.agreed():
-                validate(number)
-            if stopped_by := stop.agreed():
-                metrics.flush()
-                if not saves:
-                    save_checkpoint(accelerator, args, number, batches)
-                raise StoppedError(
-                    f"stopped by {stopped_by} after step {number}; checkpoint-{number} is complete, go on with "
-                    "--resume_from_checkpoint latest"
-                )
-        metrics.close()
+            for number, batch in zip(range(num_micro_batches), loader, strict=False):
+                with accelerator.accumulate(model):
+                    loss = model(batch) * batches.loss_weight(step, number, accelerator.process_index)
+                    losses.append(loss.detach())
+                    sample_losses.append(training.module.sample_losses)
+                    accelerator.backward(loss)
+                    weights.take_gradients()
+            # Gradients are in sync now: it was the last micro-batch.
+            grad_norm = clip_gradients(accelerator, weights, args.max_grad_norm)
+            lr = lr_scheduler.get_last_lr()[0]
+            if not after.skips(grad_norm):
+                optimizer.step()
+            weights.write_back()
+            lr_scheduler.step()
+            optimizer.zero_grad()
+            after(step, losses, sample_losses, lr=lr, grad_norm=grad_norm)
     average.replace_weights()
 
 
-def _prepare(accelerator, module, args, *, log, optimizer, last_step, checkpoint):
+def _load(training, after):
+    """Yield micro-batches on the device, made ahead of the steps."""
+    accelerator, args = training.accelerator, training.args
+    loader = load_batches(
+        training.dataset,
+        training.batches,
+        process_index=accelerator.process_index,
+        steps=training.steps,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+    )
+    for batch in after.metrics.waiting_for(loader):
+        yield send_to_device(batch, accelerator.device, non_blocking=True)
+
+
+class AfterStep:
+    """What follows an optimizer step: its numbers, a checkpoint, a validation, the end that a signal asks for.
+
+    Args:
+        training (`Training`)
+        optimizer, average: As `train` has them.
+    """
+
+    def __init__(self, training, optimizer, average):
+        self.training, self.average = training, average
+        accelerator, args, module = training.accelerator, training.args, training.module
+        path, checkpoint = pathlib.Path(args.output_dir) / "metrics.jsonl", training.checkpoint
+        self.metrics = Metrics(
+            accelerator,
+            path,
+            training.steps,
+            training.batches,
+            training.dataset,
+            log=training.log,
+            resumed_path=checkpoint and checkpoint.parent / path.name,
+            trackers=training.trackers,
+            expert=training.stage.name,
+            steps_before=training.steps_before,
+        )
+        self.liveness = GradientLiveness(trainable_parameters(module))
+        first_step = training.steps_before + training.steps.start
+        training.log.watch(module, optimizer, step=first_step, average=average.tensors)
+        self.num_skipped, self.is_skipped = gather_from_all(accelerator, self.metrics.num_skipped)[0], False
+        self.stop = StopRequest(accelerator)
+
+    def __enter__(self):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.stop)
+            stack.enter_context(self.metrics)
+            self._validate_what_is_missing()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind, *_):
+        with self._stack:
+            if kind is None:
+                self.metrics.close()
+
+    def _validate_what_is_missing(self):
+        """Validate after the step of the checkpoint, where a run was killed in the middle of that."""
+        training = self.training
+        number = training.steps_before + training.resumed_steps
+        if training.steps and training.checkpoint is not None and training.validation is not None:
+            if training.validation.is_missing(number):
+                self._validate(number)
+                if stopped_by := self.stop.agreed():
+                    raise StoppedError(f"stopped by {stopped_by}; {training.checkpoint} is complete, resume from it")
+
+    def _validate(self, number):
+        training = self.training
+        with training.log.aside("previews"), self.average.applied(), self.metrics.aside():
+            training.validation.run(number, training.trackers, is_stopped=lambda: self.stop.signal != 0)
+
+    def skips(self, grad_norm):
+        """Return whether the step is left out, as --max_skipped_steps allows where its gradient is not finite."""
+        if self.training.args.max_skipped_steps:
+            self.is_skipped = not grad_norm.isfinite().item()
+            self.num_skipped = self.num_skipped + 1 if self.is_skipped else 0
+        return self.is_skipped
+
+    def __call__(self, step, losses, sample_losses, *, lr, grad_norm):
+        """Record a step, and do all that is due after it. Waits for the device only when it writes.
+
+        Args:
+            step (`int`)
+            losses (`list[torch.Tensor]`, scalars): Of each micro-batch.
+            sample_losses (`list[torch.Tensor]`): Of each sample of them.
+            lr (`float`), grad_norm (`torch.Tensor`, a scalar): See `Metrics.add`.
+        """
+        training, metrics = self.training, self.metrics
+        accelerator, args, steps = training.accelerator, training.args, training.steps
+        if not self.is_skipped:
+            self.average.step()
+        metrics.add(
+            step=step,
+            loss=torch.stack(losses).sum() / args.gradient_accumulation_steps,
+            sample_losses=torch.cat(sample_losses),
+            lr=lr,
+            grad_norm=grad_norm,
+            may_be_bad=self.is_skipped and self.num_skipped <= args.max_skipped_steps,
+        )
+        # With several processes after the first step: DDP does not survive a second one with a silent tensor.
+        if step == steps[: 2 if accelerator.num_processes == 1 else 1][-1]:
+            self.liveness.check()
+        number, is_last = training.steps_before + step, step == steps[-1]
+        # A run that continues with another transformer has a checkpoint between the two.
+        is_due = number % (args.checkpointing_steps or number + 1) == 0
+        saves = is_due or (args.checkpointing_steps is not None and is_last and not training.stage.is_last)
+        validates = not is_last and training.validation is not None and training.validation.is_due(number)
+        if saves or validates or is_last or self.is_skipped or step % args.logging_steps == 0:
+            metrics.flush()
+        if saves:
+            with metrics.aside():
+                save_checkpoint(accelerator, args, number, training.batches)
+        if validates and not self.stop.agreed():
+            self._validate(number)
+        if stopped_by := self.stop.agreed():
+            metrics.flush()
+            if not saves:
+                save_checkpoint(accelerator, args, number, training.batches)
+            raise StoppedError(
+                f"stopped by {stopped_by} after step {number}; checkpoint-{number} is complete, continue with "
+                "--resume_from_checkpoint latest"
+            )
+
+
+def _prepare(training):
     """Return what trains `module`, in the state of a checkpoint if there is one.
 
     Returns:
         `tuple` of the prepared module and optimizer, the schedule, the `MasterWeights` and their `WeightAverage`.
     """
+    accelerator, args, module, log = training.accelerator, training.args, training.module, training.log
     module.train()
     model, optimizer, lr_scheduler, weights = prepare_training(
-        accelerator, module, args, optimizer=optimizer, last_step=last_step
+        accelerator, module, args, optimizer=training.optimizer, last_step=training.batches.last_step
     )
     average = WeightAverage(weights, args)
     log.point("prepared")
     register_state(accelerator, weights, average, lr_scheduler)
     seed_module_randomness(args.seed, accelerator.process_index)
-    if checkpoint is not None:
-        load_checkpoint(accelerator, checkpoint, lr_scheduler)
+    if training.checkpoint is not None:
+        load_checkpoint(accelerator, training.checkpoint, lr_scheduler)
         rate = lr_scheduler.get_last_lr()[0]
-        accelerator.print(f"resumed from {checkpoint.name}, learning rate of the next step {rate:.3g}")
+        accelerator.print(f"resumed from {training.checkpoint.name}, learning rate of the next step {rate:.3g}")
     return model, optimizer, lr_scheduler, weights, average
 
 

@@ -34,7 +34,7 @@ from training.flow_matching import sigma_law
 from training.forecast import Launch, RunForecast, plan_memory
 from training.hub import open_repository, push
 from training.launch import start_accelerator
-from training.loop import train
+from training.loop import Training, train
 from training.lora_init import check_base_of_lora, read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
 from training.optimizers import find_optimizer
@@ -93,11 +93,10 @@ def run(family_class, args, log):
         repo_id = open_repository(args) if accelerator.is_main_process else None
         trackers = Trackers(accelerator, args, first_step=resumed[1]["step"] + 1)
         encode_data(family, args, accelerator, log, data)
-        stages = Stages(family, args, log, weights, data)
+        stages = Stages(family, args, log, weights, data, optimizer, forecast, plan, resumed, trackers)
         for stage in family.stages:
             if not is_finished(stage, resumed[1], data.batches):
-                accelerator = start_accelerator(args)  # one for each, since it keeps what it has prepared
-                stages.train(accelerator, stage, optimizer, resumed, forecast, plan, trackers)
+                stages.train(stage)
                 free_memory()
         if accelerator.is_main_process:
             record.finish()
@@ -343,6 +342,10 @@ class Stages:
 
     Args:
         family (`Family`), args (`argparse.Namespace`), log (`MemoryLog`), weights (`Weights`), data (`Data`)
+        optimizer (`tuple`): From `find_optimizer`.
+        forecast (`RunForecast`), plan (`MemoryPlan`)
+        resumed (`tuple`): From `find_checkpoint`.
+        trackers (`Trackers`)
     """
 
     family: object
@@ -350,28 +353,56 @@ class Stages:
     log: object
     weights: Weights
     data: Data
+    optimizer: tuple
+    forecast: RunForecast
+    plan: object
+    resumed: tuple
+    trackers: Trackers
 
-    def train(self, accelerator, stage, optimizer, resumed, forecast, plan, trackers):
+    def train(self, stage):
         """Train the transformer of a `Stage`, write its result, and check it."""
-        family, args, log, data = self.family, self.args, self.log, self.data
-        checkpoint, state = resumed
-        steps_before = stage.number * data.batches.last_step
-        resumed_steps = max(state["step"] - steps_before, 0)
-        dataset = encoded_dataset(
-            args, data.items, data.embeds, data.latents, data.laws[stage], dropped_caption=family.dropped_caption
-        )
+        args, data, log = self.args, self.data, self.log
+        accelerator = start_accelerator(args)  # one for each, since it keeps what it has prepared
+        checkpoint, state = self.resumed
+        resumed_steps = max(state["step"] - stage.number * data.batches.last_step, 0)
         with refuse_unreadable_model(args):
-            preview_pipeline = family.load_preview_pipeline() if args.validation_prompt else None
-            transformer = family.load_transformer(stage.subfolder)
+            preview_pipeline = self.family.load_preview_pipeline() if args.validation_prompt else None
+            transformer = self.family.load_transformer(stage.subfolder)
         log.point("transformer loaded")
         make_trainable(transformer, args, self.weights.names)
-        install_plan(transformer, plan)
-        module = DiffusionTrainingModule(family, transformer, loss_weighting=args.loss_weighting)
+        install_plan(transformer, self.plan)
+        module = DiffusionTrainingModule(self.family, transformer, loss_weighting=args.loss_weighting)
         if args.training_mode == "lora":
             if self.weights.initial[stage] and not resumed_steps:
                 accelerator.print(start_from(transformer, self.weights.initial[stage]))
             log.point("adapters")
-        validation = Validation(
+        training = Training(
+            accelerator,
+            args,
+            stage,
+            module,
+            self._dataset(stage),
+            data.batches,
+            log,
+            self.optimizer,
+            resumed_steps=resumed_steps,
+            checkpoint=checkpoint if resumed_steps else None,
+            validation=self._validation(accelerator, stage, module, preview_pipeline),
+            trackers=self.trackers,
+        )
+        train(training)
+        log.point("saving")
+        self._write_result(training)
+        wait_for_all(accelerator)
+
+    def _dataset(self, stage):
+        data, laws, dropped = self.data, self.data.laws[stage], self.family.dropped_caption
+        return encoded_dataset(self.args, data.items, data.embeds, data.latents, laws, dropped_caption=dropped)
+
+    def _validation(self, accelerator, stage, module, preview_pipeline):
+        args, data, family = self.args, self.data, self.family
+        settings = preview_settings(args, data.items, data.preview_images) | family.guidance(args.guidance_scale)
+        return Validation(
             accelerator,
             args,
             module,
@@ -379,56 +410,31 @@ class Stages:
             data.latents,
             data.held_out,
             pipeline=preview_pipeline,
-            sample=partial(
-                family.sample,
-                **preview_settings(args, data.items, data.preview_images) | family.guidance(args.guidance_scale),
-            ),
-            takes_turns=forecast.previews_take_turns(plan),
+            sample=partial(family.sample, **settings),
+            takes_turns=self.forecast.previews_take_turns(self.plan),
             sigma_range=stage.sigma_range,
             place=stage.subfolder,
             load_other=partial(self._load_other, stage) if stage.other is not None else None,
             fps=args.fps if family.is_video else None,
         )
-        train(
-            accelerator,
-            module,
-            dataset,
-            data.batches,
-            args,
-            log=log,
-            optimizer=optimizer,
-            steps=range(resumed_steps + 1, data.batches.last_step + 1),
-            checkpoint=checkpoint if resumed_steps else None,
-            validation=validation,
-            trackers=trackers,
-            expert=stage.name,
-            steps_before=steps_before,
-            is_followed=not stage.is_last,
-        )
-        log.point("saving")
-        if accelerator.is_main_process:
-            path = save_result(
-                args,
-                module,
-                prefix="transformer",
-                export_name=family.lora_export_name,
-                expert=stage.name,
-                places=places(family),
-                further_info={"base_weights": self.weights.digests[stage.subfolder]} | family.lora_metadata(stage),
-            )
+
+    def _write_result(self, training):
+        args, family, stage, module = self.args, self.family, training.stage, training.module
+        of_result = {"expert": stage.name, "places": places(family)}
+        if training.accelerator.is_main_process:
+            info = {"base_weights": self.weights.digests[stage.subfolder]} | family.lora_metadata(stage)
+            export = {"prefix": "transformer", "export_name": family.lora_export_name}
+            path = save_result(args, module, further_info=info, **export, **of_result)
             if not stage.is_last:  # what the next one is trained with
-                data.batches.identity["weights"][f"{stage.name}/{LORA_FILE}"] = family.digest_tensors(
-                    family.read_tensors(path).values()
-                )
-        if validation.is_wanted:
-            log.point("previews")
-            validation.run(steps_before + data.batches.last_step, trackers)
-            log.point("saving")
-        if accelerator.is_main_process:
-            stock = family.stock_pipeline(transformer)
-            given = {"expert": stage.name, "places": places(family), "images": family.image_arguments}
-            check_result(args, stock, module, dataset, path, **given)
-        wait_for_all(accelerator)
+                digest = family.digest_tensors(family.read_tensors(path).values())
+                self.data.batches.identity["weights"][f"{stage.name}/{LORA_FILE}"] = digest
+        if training.validation.is_wanted:
+            self.log.point("previews")
+            training.validation.run(training.steps_before + self.data.batches.last_step, self.trackers)
+            self.log.point("saving")
+        if training.accelerator.is_main_process:
+            stock = family.stock_pipeline(module.transformer)
+            check_result(args, stock, module, training.dataset, path, images=family.image_arguments, **of_result)
 
     def _load_other(self, stage, pipeline):
         """Give a preview pipeline the transformer that samples together with that of `stage`."""

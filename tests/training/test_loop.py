@@ -15,13 +15,13 @@ from dataset.batches import TrainingDataset, plan_batches
 from dataset.draws import Draw
 from dataset.inspection import Item
 from dataset.metadata import Row
-from pipelines.family import Family
+from pipelines.family import Family, Stage
 from runtime.errors import FailedError
 from train_qwen_image import VALUES
 from training.arguments import parse_args
 from training.flow_matching import SigmaLaw
 from training.launch import start_accelerator
-from training.loop import train
+from training.loop import Training, train
 from training.module import DiffusionTrainingModule
 from training.optimizers import find_optimizer
 from training.reporting import Metrics
@@ -76,10 +76,10 @@ def run(tmp_path, *flags, module=None, batch_sizes=(None,) * NUM_ITEMS, infinite
     module, dataset = module or make_module(), make_dataset(infinite)
     accelerator = start_accelerator(args)
     optimizer = find_optimizer(args, accelerator.device)
-    steps = range(1, batches.last_step + 1)
     with MemoryLog() as log:
-        train(accelerator, module, dataset, batches, args, log=log, optimizer=optimizer, steps=steps)
-    return module, [[batch for (batch,) in batches.micro_batches(step)] for step in steps]
+        training = Training(accelerator, args, Stage(), module, dataset, batches, log, optimizer)
+        train(training)
+    return module, [[batch for (batch,) in batches.micro_batches(step)] for step in training.steps]
 
 
 def descend(order, max_grad_norm=None, left_out=()):
