@@ -189,7 +189,7 @@ def test_run_json_and_dataset(lora_run, clips):
 @pytest.mark.parametrize("name", ["i2v", "ti2v from text", "ti2v from an image"])
 def test_in_bf16_the_transformer_gets_what_the_stock_pipeline_gives_it(name, train, monkeypatch):
     """Latents, text and image embeddings in its dtype, timesteps in fp32; the clean frame for one task only."""
-    model_fn, seen = train_wan_video.pipeline.model_fn_wan_video, []
+    model_fn, seen = wan_video.model_fn_wan_video, []
 
     def model_fn_wan_video(transformer, **inputs):
         seen.append(inputs)
