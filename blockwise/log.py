@@ -5,7 +5,6 @@ import re
 import time
 import weakref
 
-import psutil
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -51,7 +50,6 @@ class MemoryLog:
         self.suggestions = None
         self._device = torch.device("cpu")
         self._start = time.perf_counter()
-        self._process = psutil.Process()
         self._repeated = set()  # points that the table leaves out
         self._peaks = {}  # mark -> the highest peak since `peak_since` was asked about it
         self._step = None  # the optimizer step that is being made
@@ -85,7 +83,7 @@ class MemoryLog:
                 "allocated_bytes": torch.accelerator.memory_allocated(self._device) if has_counters else None,
                 "reserved_bytes": torch.accelerator.memory_reserved(self._device) if has_counters else None,
                 "peak_bytes": self.peak_since("point"),
-                "host_rss_bytes": self._process.memory_info().rss,
+                "host_rss_bytes": _host_rss_bytes(),
                 "pinned_bytes": offload.counters()["slab_bytes"],
             }
         )
@@ -201,13 +199,13 @@ class MemoryLog:
                 "at the peak": self.peak_since("step" if self._step is not None else "point"),
             }
         else:
-            actual = {"of host memory in use": self._process.memory_info().rss}
+            actual = {"of host memory in use": _host_rss_bytes()}
             if self._step is not None and self.watched.peak_bytes:
                 actual["at the peak of the first steps' tensors"] = self.watched.peak_bytes
         forecast = ""
         if self.forecast_bytes is not None and self._aside is None:
             forecast = f"Forecast for training: {_size(self.forecast_bytes)}; "
-        actual = ", ".join(f"{_size(num_bytes)} {what}" for what, num_bytes in actual.items())
+        actual = ", ".join(f"{_size(num_bytes)} {what}" for what, num_bytes in actual.items() if num_bytes is not None)
         sentences.append(f"{forecast}{'actual' if forecast else 'Actual'}: {actual}.")
         if self.suggestions is not None:
             phase = self._aside or (None if self._step is None else "training")
@@ -399,6 +397,15 @@ class Watch:
 
 def _unit(num_bytes):
     return (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+
+
+def _host_rss_bytes():
+    """Return the bytes of host memory that this process has in use, None without psutil."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return psutil.Process().memory_info().rss
 
 
 def _size(num_bytes):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv in the root of the repository with everything that training, the demo and the tests need.
+# Sets up .venv in the root of the repository with everything that training, the demo and the tests need: all extras.
 # Usage: bash scripts/setup.sh. Runs again only when pyproject.toml has changed. A torch that is there already stays.
 set -euo pipefail
 cd "$(dirname "$0")/.."
