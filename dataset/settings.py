@@ -2,15 +2,8 @@
 
 DATASET_FLAGS = ("dataset_path", "dataset_metadata", "media_column", "caption_column", "dataset_repeat")
 
-
-LINES = {
-    "144p": 144 * 256,
-    "240p": 240 * 426,
-    "360p": 360 * 640,
-    "480p": 480 * 854,
-    "720p": 720 * 1280,
-    "1080p": 1080 * 1920,
-}
+# Pixels of a video with so many lines, 16:9.
+LINES = {f"{lines}p": lines * 2 * round(lines * 8 / 9) for lines in (144, 240, 360, 480, 720, 1080)}
 
 
 def bucket_pixels(size):

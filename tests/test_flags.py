@@ -1,8 +1,9 @@
-"""Every flag is covered by a test that shows its effect, or its refusal: a new flag without one fails here.
+"""What the row of a flag says is true: its proof, whether a resumed run may change it, whether the card shows it.
 
-And so is every choice of a flag, and of every number a value other than the default.
+Every choice of a flag, and of every number a value other than the default, has a test that shows its effect.
 """
 
+import argparse
 import ast
 import functools
 import pathlib
@@ -22,9 +23,11 @@ from runtime.errors import RefusedError
 from train_wan_video import VALUES
 from training import flags as rows
 from training.arguments import parse_args, resolve_for_model
+from training.checkpoints import refuse_changed_settings
 from training.ema import WeightAverage
 from training.flags import ROWS
 from training.flow_matching import flow_losses, sigma_law
+from training.model_card import write_model_card
 from training.module import add_lora
 from training.optimizers import _PATHS, MasterWeights, find_optimizer, make_schedule
 
@@ -62,6 +65,48 @@ def names(test, pattern, word):
 @pytest.mark.parametrize("flag", ROWS)
 def test_the_proof_of_a_flag_exists_and_names_it(flag):
     assert names(ROWS[flag].proof, r"\w+", flag), f"{ROWS[flag].proof} does not name {flag}"
+
+
+@pytest.mark.parametrize("flag", ROWS)
+def test_a_resumed_run_changes_what_may_change_and_nothing_else(flag):
+    args = argparse.Namespace(**{"expert": None, flag: "now"})
+    refuse_changed_settings(args, {flag: getattr(args, flag)}, "checkpoint-1")
+    if ROWS[flag].may_change:
+        return refuse_changed_settings(args, {flag: "before"}, "checkpoint-1")
+    with pytest.raises(RefusedError, match=f"^{ROWS[flag].label} is .* and was before in checkpoint-1: a resumed run"):
+        refuse_changed_settings(args, {flag: "before"}, "checkpoint-1")
+
+
+@pytest.mark.parametrize("flag", ["max_train_steps", "num_train_epochs"])
+def test_the_length_of_the_first_of_two_experts_stays(flag):
+    args = argparse.Namespace(**{flag: 4}, expert="both")
+    with pytest.raises(RefusedError, match=f"--{flag} is 4 and was 2"):
+        refuse_changed_settings(args, {flag: 2}, "checkpoint-1")
+    args.expert = "low_noise"
+    refuse_changed_settings(args, {flag: 2}, "checkpoint-1")
+
+
+def test_the_model_card_shows_what_may_not_change_and_what_is_marked(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    args = argparse.Namespace(**dict.fromkeys(ROWS, "set"))
+    args.output_dir, args.validation_prompt = tmp_path, None
+    write_model_card(args, base_model="m", pipeline_tag="text-to-image", num_items=1, usage="")
+    shown = re.findall(r"(?m)^\| (\w+) \|", (tmp_path / "README.md").read_text())
+    described = {name for name, flag in ROWS.items() if flag.in_card or not flag.may_change}
+    assert set(shown) == described | {"setting", "base_model"} and len(shown) == len(set(shown))
+    assert {"lora_rank", "seed", "learning_rate", "train_batch_size"} < set(shown)
+    assert not {"output_dir", "dataset_path", "cache_dir", "memory_budget"} & set(shown), "nothing of this machine"
+
+
+@pytest.mark.parametrize("flag", ROWS)
+def test_what_a_flag_needs_and_excludes_are_flags(flag):
+    row = ROWS[flag]
+    needed = {need.partition("=")[0] for need in row.needs.split()}
+    assert needed | set(row.excludes.split()) <= set(ROWS) - {flag}
+    for need in filter(lambda need: "=" in need, row.needs.split()):
+        name, _, value = need.partition("=")
+        assert value in ROWS[name].kind.choices
+    assert not set(row.elsewhere.split()) & set(ROWS), "a name of ours means ours"
 
 
 # ---------------------------------------------------------------- choices and numbers

@@ -9,7 +9,7 @@ import logging
 from dataset.settings import bucket_pixels, round_down_frames
 from runtime.errors import RefusedError
 from training.config_files import read_config
-from training.flags import BY_MODEL, FLAGS, REQUIRED, STRUCTURE, SWITCH, flags_of, has_cap, suggest
+from training.flags import BY_MODEL, FLAGS, REQUIRED, ROWS, STRUCTURE, SWITCH, flags_of, has_cap, suggest
 
 
 logger = logging.getLogger(__name__)
@@ -49,10 +49,9 @@ def parse_args(argv, *, description, values, resolve=True):
     given = {}
     command_line = vars(_build_parser(description, flags).parse_args(argv))
     for name, value in command_line.items():
-        if isinstance(value, list):
-            command_line[name] = [flags[name].convert(item) for item in value]
-        elif isinstance(value, str):
-            command_line[name] = flags[name].convert(value)
+        if flags[name].kind is not SWITCH:
+            items = [flags[name].convert(item) for item in (value if flags[name].has_several else [value])]
+            command_line[name] = items if flags[name].has_several else items[0]
     for settings in (*(read_config(path, flags) for path in command_line.get("config", ())), command_line):
         # What comes later wins, also over what cannot stand beside it; None takes back.
         replaced = {rival for name, value in settings.items() if _is_on(value) for rival in _rivals(name, flags)}
@@ -61,8 +60,8 @@ def parse_args(argv, *, description, values, resolve=True):
 
     args = argparse.Namespace()
     for name, flag in flags.items():
-        is_known = not (callable(flag.default) or flag.default in (REQUIRED, BY_MODEL))
-        setattr(args, name, given.get(name, flag.default if is_known else None))
+        is_later = callable(flag.default) or flag.default in (REQUIRED, BY_MODEL)
+        setattr(args, name, given.get(name, None if is_later else flag.default))
     _refuse_missing(args, given, flags)
     _refuse_without_effect(args, given, flags)
     for name, flag in flags.items():
@@ -215,30 +214,29 @@ def check_length(args, num_steps, *, num_stages=1, num_samples=None):
     if num_samples is None:
         return
 
-    if cycles is not None and 2 * cycles > falling:
-        logger.warning("--lr_num_cycles %d: a cycle has %.3g steps", cycles, falling / cycles)
-    if falling == 1 and not args.lr_scheduler.startswith("constant"):
-        logger.warning("--lr_scheduler %s has 1 %s to fall in, and does not", args.lr_scheduler, of_run)
-    highest = num_steps / (9 + num_steps) if num_steps > 1 else 0.0
-    if args.ema and decay == 0:
-        logger.warning("--ema_decay 0: the average is always the weights of the last step")
-    elif args.ema and highest < decay:
-        logger.warning("--ema_decay %s %s: the decay rises to %.4g only", decay, of_run, highest)
-    if args.max_skipped_steps >= num_steps:
-        logger.warning("--max_skipped_steps %d %s: all of them may be left out", args.max_skipped_steps, of_run)
-    if 0 < args.caption_dropout * num_samples < 1:
-        logger.warning(
-            "--caption_dropout %s of %d samples: %.2g on average",
-            *(args.caption_dropout, num_samples, args.caption_dropout * num_samples),
+    decay_at_end = num_steps / (9 + num_steps) if num_steps > 1 else 0.0
+    skipped, share = args.max_skipped_steps, args.caption_dropout
+    falls = not args.lr_scheduler.startswith("constant")
+    notes = [
+        (2 * (cycles or 0) > falling, f"--lr_num_cycles {cycles}: a cycle has {falling / (cycles or 1):.3g} steps"),
+        (falls and falling == 1, f"--lr_scheduler {args.lr_scheduler} has 1 {of_run} to fall in, and does not"),
+        (decay == 0, "--ema_decay 0: the average is always the weights of the last step"),
+        (decay_at_end < (decay or 0), f"--ema_decay {decay} {of_run}: the decay rises to {decay_at_end:.4g} only"),
+        (skipped >= num_steps, f"--max_skipped_steps {skipped} {of_run}: all of them may be skipped"),
+        (
+            0 < share * num_samples < 1,
+            f"--caption_dropout {share} of {num_samples} samples: {share * num_samples:.2g} on average",
+        ),
+    ]
+    for name in ("checkpointing_steps", "validation_steps", "logging_steps"):
+        value, of_all = getattr(args, name), num_stages * num_steps
+        is_late = value != ROWS[name].default and value > of_all
+        notes.append(
+            (is_late, f"--{name} {value} of the run's {of_all} optimizer steps: nothing is due before the end")
         )
-    for name, default, comes in (
-        ("checkpointing_steps", None, "no checkpoint is due"),
-        ("validation_steps", None, "previews and the loss of held-out items come after the last one only"),
-        ("logging_steps", 10, "metrics are written after the last one only"),
-    ):
-        value = getattr(args, name)
-        if value != default and value > num_stages * num_steps:
-            logger.warning(f"--{name} {value} of the run's {num_stages * num_steps} optimizer steps: {comes}")
+    for applies, note in notes:
+        if applies:
+            logger.warning(note)
 
 
 # ---------------------------------------------------------------- the model

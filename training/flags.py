@@ -37,14 +37,15 @@ class Kind:
     is_list: bool = False
 
 
-def _number(kind, is_allowed, allowed):
-    def convert(text):
-        value = kind(text)
-        if not is_allowed(value):  # what is not a number never is
-            raise ValueError
-        return value
+def _check(value, is_allowed=bool):
+    """Return a value, or raise `ValueError` if it is not allowed."""
+    if not is_allowed(value):
+        raise ValueError
+    return value
 
-    return Kind(convert, allowed, "N" if kind is int else "X")
+
+def _number(kind, is_allowed, allowed):  # nan is never allowed
+    return Kind(lambda text: _check(kind(text), is_allowed), allowed, "N" if kind is int else "X")
 
 
 def _choice(*choices):
@@ -52,39 +53,26 @@ def _choice(*choices):
 
 
 def _names(text):
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise ValueError
-    return names
+    return _check([name.strip() for name in text.split(",")], all)
 
 
 def _counts(text):
-    values = [NATURAL.convert(item) for item in text.split(",")]
-    if not any(values):
-        raise ValueError
-    return values
+    return _check([NATURAL.convert(item) for item in text.split(",")], any)
 
 
 def _trackers(text):
     names = [] if text == "none" else _names(text)
-    if not set(names) <= {"tensorboard", "wandb", "trackio"}:
-        raise ValueError
-    return list(dict.fromkeys(names))
+    return _check(list(dict.fromkeys(names)), {"tensorboard", "wandb", "trackio"}.issuperset)
 
 
 def _num_bytes(text):
-    match = re.fullmatch(r"(.+?)\s*(?:([KMGT])(i?))?B", text)
-    if match is None:
-        raise ValueError
-    number, prefix, is_binary = match.groups()
+    number, prefix, is_binary = _check(re.fullmatch(r"(.+?)\s*(?:([KMGT])(i?))?B", text)).groups()
     return int(NON_NEGATIVE.convert(number) * (1024 if is_binary else 1000) ** (" KMGT".index(prefix or " ")))
 
 
 def _key_value(text):
-    key, separator, value = text.partition("=")
-    if not separator or not key.isidentifier():
-        raise ValueError
-    return key, literal(value)
+    key, value = text.split("=", 1)
+    return _check(key, str.isidentifier), literal(value)
 
 
 def literal(value):
@@ -97,18 +85,14 @@ def literal(value):
         return value
 
 
+def _optimizer(text):
+    return _check(text, lambda name: name in ("adamw", "adamw_8bit", "adafactor", "prodigy") or "." in name)
+
+
 def _switch(text):
     on, off = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
     return (on + off).index(text.lower()) < len(on)
 
-
-def _optimizer(text):
-    if text not in _OPTIMIZERS and "." not in text:
-        raise ValueError
-    return text
-
-
-_OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "prodigy")
 
 POSITIVE_INT = _number(int, lambda value: value >= 1, "a whole number of at least 1")
 SEVERAL = _number(int, lambda value: value >= 2, "a whole number of at least 2")
@@ -123,11 +107,9 @@ COUNTS = Kind(_counts, "whole numbers with commas between them, not all 0", "N,M
 SIZE = Kind(_num_bytes, "a size with its unit, such as 24GiB or 512MB", "SIZE")
 BUDGET = Kind(lambda text: text if text == "auto" else _num_bytes(text), f"auto, or {SIZE.allowed}", "SIZE|auto")
 NAMES = Kind(_names, "names with commas between them", "NAME,NAME", is_list=True)
-TRACKERS = Kind(
-    _trackers, "tensorboard, wandb, trackio, with commas between them, or none", "NAME,NAME|none", is_list=True
-)
+TRACKERS = Kind(_trackers, "tensorboard, wandb, trackio, with commas between, or none", "NAME,NAME|none", is_list=True)
 KEY_VALUE = Kind(_key_value, "key=value", "KEY=VALUE")
-OPTIMIZER = Kind(_optimizer, f"{', '.join(_OPTIMIZERS)}, or the import path of a class", "NAME")
+OPTIMIZER = Kind(_optimizer, "adamw, adamw_8bit, adafactor, prodigy, or the import path of a class", "NAME")
 TEXT = Kind(str, "text", "TEXT")
 PATH = Kind(str, "text", "PATH")
 SWITCH = Kind(_switch, "true or false", "")
@@ -153,7 +135,7 @@ class Flag:
             Other flags, or name=value: without one of them it has no effect (and no default), or is not required.
         excludes (`str`): Other flags that cannot be given together with it; their defaults are gone with it.
         may_change (`bool`): Whether a resumed run may have another value. Anything else would make it another run.
-        in_card (`bool`): Whether the model card shows it: what a reader needs to judge or repeat a run.
+        in_card (`bool`): Whether the model card shows it although it may change; it shows all that may not.
         is_of_start (`bool`): Whether it is about this start of a run, so that a `run.json` does not hand it on.
         is_repeatable (`bool`): Whether it can be given several times; in a config file a list.
         is_optional (`bool`): Whether only some families have it, which name it in their values under "flags".
@@ -182,11 +164,6 @@ class Flag:
         return self.name if self.kind is STRUCTURE else f"--{self.name}"
 
     @property
-    def is_place(self):
-        """Whether it names places: machines may have the same thing at different ones."""
-        return self.kind is PATH or self.name == "datasets"
-
-    @property
     def has_several(self):
         """Whether its value is made of several, each converted alone."""
         return self.is_repeatable or self.kind is KEY_VALUE
@@ -211,46 +188,47 @@ def _learning_rate(args):
 _MANUAL_MEMORY = "use_gradient_checkpointing use_gradient_checkpointing_offload checkpoint_blocks offload_buffer_size"
 _PREVIEWS_OR_LOSS = "validation_prompt validation_split"
 
-# Group -> its flags, as --help shows them. What is not said of a flag is not true of it.
+# Group -> its flags, as --help shows them. What a row does not say is not true of the flag. A resume compares the
+# product of batch size and accumulation, which may change, and the items, so that what only finds them may change.
 # fmt: off
 FLAGS = {
     "model": (
         Flag("pretrained_model_name_or_path", PATH, REQUIRED, "Hub id or folder of a diffusers pipeline.",
              may_change=True, proof="test_variant",
              elsewhere="model_paths model_id_with_origin_paths dit ckpt_path name_or_path model_name model_id"),
-        Flag("revision", TEXT, None, "Git revision of the hub repository. Default: its main branch.",
-             may_change=True, in_card=True, proof="test_revision"),
-        Flag("variant", TEXT, None, "File name variant of the weights, such as bf16. Default: none.",
-             may_change=True, in_card=True, proof="test_variant"),
-        Flag("transformer_path", PATH, None, "A transformer/ folder or one safetensors file that replaces the "
-             "pipeline's transformer. Default: none.", may_change=True, in_card=True,
-             proof="test_full_result_can_be_trained_on", elsewhere="dit unet_path"),
+        Flag("revision", TEXT, None, "Git revision of the hub repository. Default: its main branch.", may_change=True,
+             in_card=True, proof="test_revision"),
+        Flag("variant", TEXT, None, "File name variant of the weights, such as bf16. Default: none.", may_change=True,
+             in_card=True, proof="test_variant"),
+        Flag("transformer_path", PATH, None,
+             "A transformer/ folder or one safetensors file that replaces the pipeline's transformer. Default: none.",
+             may_change=True, in_card=True, proof="test_full_result_can_be_trained_on", elsewhere="dit unet_path"),
         Flag("training_mode", _choice("lora", "full"), "lora", "Train a LoRA, or all weights of the transformer.",
-             in_card=True, proof="test_full_result_can_be_trained_on",
-             elsewhere="lora_base_model trainable_models training_type network_module"),
-        Flag("seed", SEED, 42, "Seed of everything that is drawn.", in_card=True,
-             proof="test_flags_reach_the_clips", elsewhere="global_seed manual_seed"),
+             proof="test_full_result_can_be_trained_on",
+             elsewhere="lora_base_model trainable_models training_type network_module remove_prefix_in_ckpt"),
+        Flag("seed", SEED, 42, "Seed of everything that is drawn.", proof="test_flags_reach_the_clips",
+             elsewhere="global_seed manual_seed"),
         Flag("deterministic", SWITCH, False, "Deterministic kernels on CUDA; slower. A CPU always is deterministic.",
              may_change=True, proof="test_deterministic", elsewhere="use_deterministic_algorithms"),
     ),
     "LoRA": (
-        Flag("lora_rank", POSITIVE_INT, 32, "Rank of the adapters.", needs="training_mode=lora", in_card=True,
+        Flag("lora_rank", POSITIVE_INT, 32, "Rank of the adapters.", needs="training_mode=lora",
              proof="test_files_of_a_lora_run", elsewhere="network_dim rank lora_r lora_dim linear"),
         Flag("lora_alpha", POSITIVE, lambda args: float(args.lora_rank),
              "Alpha; the strength is alpha / rank. Default: the rank, strength 1.", needs="training_mode=lora",
-             in_card=True, proof="test_strength_rate_dropout_and_dtype", elsewhere="network_alpha linear_alpha alpha"),
+             proof="test_strength_rate_dropout_and_dtype", elsewhere="network_alpha linear_alpha alpha"),
         Flag("lora_dropout", BELOW_ONE, 0.0, "Dropout before each adapter. 0 is off.", needs="training_mode=lora",
-             in_card=True, proof="test_strength_rate_dropout_and_dtype", elsewhere="network_dropout"),
-        Flag("lora_target_modules", NAMES, BY_MODEL, "Names of linear layers, with commas; the end of a full name "
-             "is enough. Default: {lora_target_modules}.", needs="training_mode=lora", in_card=True,
+             proof="test_strength_rate_dropout_and_dtype", elsewhere="network_dropout"),
+        Flag("lora_target_modules", NAMES, BY_MODEL, "Names of linear layers, with commas; the end of a full name is "
+             "enough. Default: {lora_target_modules}.", needs="training_mode=lora",
              proof="test_image_keys_need_not_be_adapted", elsewhere="target_modules lora_layers network_args"),
         Flag("lora_init_path", PATH, None, "LoRA file, or folder with one, whose weights the adapters start from. "
              "Default: none.", needs="training_mode=lora", may_change=True, in_card=True,
              proof="test_a_run_starts_from_the_lora_of_its_expert",
              elsewhere="network_weights lora_checkpoint preset_lora_path init_from_existing"),
         Flag("lora_dtype", _choice("bf16", "fp32"), "bf16", "Dtype of the saved file; training is in fp32.",
-             needs="training_mode=lora", may_change=True, in_card=True,
-             proof="test_strength_rate_dropout_and_dtype", elsewhere="save_precision save_dtype"),
+             needs="training_mode=lora", may_change=True, in_card=True, proof="test_strength_rate_dropout_and_dtype",
+             elsewhere="save_precision save_dtype"),
     ),
     "data": (
         Flag("dataset_path", PATH, REQUIRED, "Folder, or hub id of a Hugging Face dataset.", may_change=True,
@@ -265,38 +243,35 @@ FLAGS = {
         Flag("caption_column", TEXT, None, "Column with the captions. Default: found by its usual names.",
              may_change=True, proof="test_flags_decide_between_columns_and_the_rest_is_listed"),
         Flag("height", POSITIVE_INT, BY_MODEL, "Height, a multiple of {divisor}. Default: {height}.", unit="PIXELS",
-             in_card=True, proof="test_refused_before_models_load", elsewhere="resolution"),
+             proof="test_refused_before_models_load", elsewhere="resolution"),
         Flag("width", POSITIVE_INT, BY_MODEL, "Width, a multiple of {divisor}. Default: {width}.", unit="PIXELS",
-             in_card=True, proof="test_refused_before_models_load", elsewhere="resolution"),
-        Flag("max_pixels", POSITIVE_INT, None, "Instead of height and width: about the shape of each item, with at "
-             "most this many pixels. Default: off.", unit="PIXELS", excludes="height width", in_card=True,
-             proof="test_sizes_under_a_cap", elsewhere="resolution resolutions"),
-        Flag("aspect_buckets", NATURAL, lambda args: 9 if has_cap(args) else None,
-             "Number of shapes under a cap on pixels, from 1:2 to 2:1; each item is cropped to the nearest. "
-             "0: each item keeps its own shape. Default: 9.", in_card=True,
+             proof="test_refused_before_models_load", elsewhere="resolution"),
+        Flag("max_pixels", POSITIVE_INT, None, "Instead of height and width: the shape of each item, with at most "
+             "this many pixels. Default: off.", unit="PIXELS", excludes="height width", proof="test_sizes_under_a_cap",
+             elsewhere="resolution resolutions"),
+        Flag("aspect_buckets", NATURAL, lambda args: 9 if has_cap(args) else None, "Shapes from 1:2 to 2:1 under a "
+             "cap on pixels; each item is cropped to the nearest. 0: each keeps its own. Default: 9.",
              proof="test_ordinary_photographs_share_shapes", elsewhere="enable_bucket num_ar_buckets ar_buckets"),
-        Flag("num_frames", POSITIVE_INT, BY_MODEL, "Frames of a clip, 4n + 1, if it has as many. "
-             "Default: {num_frames}.", unit="FRAMES", in_card=True, is_optional=True, proof="test_frame_counts",
-             elsewhere="frames target_frames max_num_frames frame_buckets"),
+        Flag("num_frames", POSITIVE_INT, BY_MODEL,
+             "Frames of a clip, 4n + 1, if it has as many. Default: {num_frames}.", unit="FRAMES", is_optional=True,
+             proof="test_frame_counts", elsewhere="frames target_frames max_num_frames frame_buckets"),
         Flag("fps", POSITIVE, BY_MODEL, "Frames per second of the clips that are trained. Default: {fps}.",
-             in_card=True, is_optional=True, proof="test_flags_reach_the_clips", elsewhere="target_fps"),
-        Flag("clip_part", _choice("start", "middle", "random"), "start", "Which part of a longer clip is used; "
-             "random: one draw per clip, fixed by the seed.", in_card=True, is_optional=True,
+             is_optional=True, proof="test_flags_reach_the_clips", elsewhere="target_fps"),
+        Flag("clip_part", _choice("start", "middle", "random"), "start",
+             "Part of a longer clip that is used; random: one draw per clip, fixed by the seed.", is_optional=True,
              proof="test_flags_reach_the_clips", elsewhere="frame_extraction"),
         Flag("task", _choice("t2v", "i2v"), None, "From text or from image to video. Required where a model does "
-             "both: {tasks}.", in_card=True, is_optional=True, proof="test_refused_before_models_load"),
+             "both: {tasks}.", is_optional=True, proof="test_refused_before_models_load"),
         Flag("train_batch_size", POSITIVE_INT, 1, "Samples per process and micro-batch.", unit="SAMPLES",
-             may_change=True,  # its product with the accumulation is compared instead
-             in_card=True, proof="test_update_is_that_of_the_mean_over_the_global_batch",
+             may_change=True, in_card=True, proof="test_update_is_that_of_the_mean_over_the_global_batch",
              elsewhere="batch_size micro_batch_size_per_gpu per_device_train_batch_size"),
         Flag("dataset_repeat", POSITIVE_INT, 1, "How often each item comes in one epoch.", may_change=True,
              in_card=True, proof="test_several_datasets_with_repeats", elsewhere="repeats num_repeats"),
-        Flag("dataloader_num_workers", NATURAL, 1, "Threads per process that load batches ahead. 0: each batch is "
-             "loaded when it is needed.", unit="THREADS", may_change=True,
-             proof="test_loaders_change_nothing_but_the_time",
+        Flag("dataloader_num_workers", NATURAL, 1, "Threads per process that load batches ahead. 0: a batch is "
+             "loaded when needed.", unit="THREADS", may_change=True, proof="test_loaders_change_nothing_but_the_time",
              elsewhere="dataset_num_workers max_data_loader_n_workers num_workers"),
         Flag("caption_dropout", FRACTION, 0.0, "Share of samples that are trained with {dropped_caption}. 0 is off.",
-             in_card=True, proof="test_dropped_captions_change_nothing_else",
+             proof="test_dropped_captions_change_nothing_else",
              elsewhere="caption_dropout_rate proportion_empty_prompts"),
         Flag("on_bad_sample", _choice("error", "skip"), "error", "List all items that cannot be used and stop, or "
              "train on the rest.", may_change=True, proof="test_skip_trains_on_the_rest"),
@@ -311,22 +286,22 @@ FLAGS = {
         Flag("use_gradient_checkpointing", SWITCH, False, "Recompute the activations of each block in the backward "
              "pass.", may_change=True, proof="test_memory_of_the_modes_is_ordered",
              elsewhere="gradient_checkpointing activation_checkpointing grad_checkpoint"),
-        Flag("use_gradient_checkpointing_offload", SWITCH, False, "Recompute, and keep the inputs of each block in "
-             "host memory until then. Implies the flag above.", may_change=True,
-             proof="test_same_bytes_when_the_inputs_are_really_parked",
+        Flag("use_gradient_checkpointing_offload", SWITCH, False,
+             "Recompute, and keep the inputs of each block in host memory until then. Implies the flag above.",
+             may_change=True, proof="test_same_bytes_when_the_inputs_are_really_parked",
              elsewhere="gradient_checkpointing_cpu_offload blocks_to_swap"),
-        Flag("checkpoint_blocks", COUNTS, None, "Only the first N blocks, with one of the flags above; one number "
-             "for each block list, or one for all. Default: all blocks.",
-             needs="use_gradient_checkpointing use_gradient_checkpointing_offload", may_change=True,
+        Flag("checkpoint_blocks", COUNTS, None,
+             "Only the first N blocks, with a flag above; one number for all block lists, or one each. Default: all "
+             "blocks.", needs="use_gradient_checkpointing use_gradient_checkpointing_offload", may_change=True,
              proof="test_same_bytes_again_and_in_every_memory_mode"),
-        Flag("offload_buffer_size", SIZE, None, "Most host memory per process for offloaded inputs; blocks that find "
-             "it full keep theirs on the device. Default: what the plan offloads, if the host has as much free.",
+        Flag("offload_buffer_size", SIZE, None, "Host memory per process for offloaded inputs; what finds it full "
+             "stays on the device. Default: what the plan offloads, if the host has as much free.",
              needs="use_gradient_checkpointing_offload", may_change=True, proof="test_a_full_buffer_changes_nothing"),
-        Flag("memory_budget", BUDGET, None, "Instead of the flags above: make the fastest plan that fits this device "
-             "memory per process, or what the device has free (auto). Default: off.", excludes=_MANUAL_MEMORY,
-             may_change=True, proof="test_a_budget_makes_the_plan", elsewhere="blocks_to_swap low_vram"),
-        Flag("dry_run", SWITCH, False, "Only say what the run will need, from configs alone, and check that it fits.",
-             may_change=True, is_of_start=True, proof="test_a_dry_run_does_not_count_as_encoding"),
+        Flag("memory_budget", BUDGET, None, "Instead of the flags above: the fastest plan that fits this device "
+             "memory per process, or what is free (auto). Default: off.", excludes=_MANUAL_MEMORY, may_change=True,
+             proof="test_a_budget_makes_the_plan", elsewhere="blocks_to_swap low_vram"),
+        Flag("dry_run", SWITCH, False, "Only forecast what the run will need, from configs alone, and check that it "
+             "fits.", may_change=True, is_of_start=True, proof="test_a_dry_run_does_not_count_as_encoding"),
     ),
     "training": (
         Flag("max_train_steps", POSITIVE_INT, None, "Optimizer steps. Default: as many as the epochs need.",
@@ -339,107 +314,105 @@ FLAGS = {
              in_card=True, proof="test_update_is_that_of_the_mean_over_the_global_batch",
              elsewhere="gradient_accumulation accumulation_steps"),
         Flag("learning_rate", POSITIVE, _learning_rate, "Learning rate. Default: 1e-4 for LoRA, 1e-5 for full, 1.0 "
-             "with prodigy.", in_card=True, proof="test_strength_rate_dropout_and_dtype", elsewhere="lr unet_lr"),
-        Flag("lr_scheduler", _choice("linear", "cosine", "cosine_with_restarts", "polynomial", "constant",
-                                     "constant_with_warmup"), "constant",
-             "Schedule of the learning rate, over optimizer steps.", in_card=True,
+             "with prodigy.", proof="test_strength_rate_dropout_and_dtype", elsewhere="lr unet_lr"),
+        Flag("lr_scheduler",
+             _choice("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
+             "constant", "Schedule of the learning rate, over optimizer steps.",
              proof="test_two_processes_train_on_for_several_steps", elsewhere="lr_scheduler_type"),
         Flag("lr_warmup_steps", NATURAL, 0, "Optimizer steps over which the rate rises from 0. 0 is off.",
-             unit="STEPS", in_card=True, proof="test_a_run_again_from_its_run_json", elsewhere="warmup_steps"),
+             unit="STEPS", proof="test_a_run_again_from_its_run_json", elsewhere="warmup_steps"),
         Flag("lr_num_cycles", SEVERAL, REQUIRED, "How often the rate falls, for cosine_with_restarts only.",
-             needs="lr_scheduler=cosine_with_restarts", in_card=True,
-             proof="test_numbers_that_the_length_of_the_run_makes_void", elsewhere="lr_scheduler_num_cycles"),
+             needs="lr_scheduler=cosine_with_restarts", proof="test_numbers_that_the_length_of_the_run_makes_void",
+             elsewhere="lr_scheduler_num_cycles"),
         Flag("lr_power", NOT_LINEAR, REQUIRED, "Power of the fall, for polynomial only; 1 would be linear.",
-             needs="lr_scheduler=polynomial", in_card=True, proof="test_refused", elsewhere="lr_scheduler_power"),
-        Flag("optimizer", OPTIMIZER, "adamw", "adamw, adamw_8bit, adafactor, prodigy, or the import path of a class, "
-             "such as torch.optim.SGD.", in_card=True, proof="test_learning_rate_reaches_every_optimizer",
-             elsewhere="optimizer_type use_8bit_adam"),
+             needs="lr_scheduler=polynomial", proof="test_refused", elsewhere="lr_scheduler_power"),
+        Flag("optimizer", OPTIMIZER, "adamw",
+             "adamw, adamw_8bit, adafactor, prodigy, or the import path of a class, such as torch.optim.SGD.",
+             proof="test_learning_rate_reaches_every_optimizer", elsewhere="optimizer_type use_8bit_adam"),
         Flag("optimizer_args", KEY_VALUE, lambda args: {}, "Further arguments of the optimizer. Default: none.",
-             in_card=True, proof="test_kinds_of_optimizer_args", elsewhere="adam_beta1 adam_beta2 adam_epsilon betas"),
-        Flag("weight_decay", NON_NEGATIVE, lambda args: None if "." in args.optimizer else 0.01, "Weight decay. 0 is "
-             "off. Default: 0.01; with the import path of an optimizer, the default of that class.", in_card=True,
+             proof="test_kinds_of_optimizer_args", elsewhere="adam_beta1 adam_beta2 adam_epsilon betas"),
+        Flag("weight_decay", NON_NEGATIVE, lambda args: None if "." in args.optimizer else 0.01,
+             "Weight decay. 0 is off. Default: 0.01; with the import path of an optimizer, the default of that class.",
              proof="test_learning_rate_reaches_every_optimizer", elsewhere="adam_weight_decay"),
-        Flag("max_grad_norm", NON_NEGATIVE, 1.0, "Norm to which gradients are clipped. 0 is off.", in_card=True,
+        Flag("max_grad_norm", NON_NEGATIVE, 1.0, "Norm to which gradients are clipped. 0 is off.",
              proof="test_clipping", elsewhere="gradient_clipping grad_clip clip_grad_norm"),
-        Flag("mixed_precision", _choice("no", "bf16"), "bf16", "Dtype of the base weights and of the computation; no "
-             "is fp32. There is no autocast either way.", in_card=True,
+        Flag("mixed_precision", _choice("no", "bf16"), "bf16",
+             "Dtype of the base weights and of the computation; no is fp32. There is no autocast either way.",
              proof="test_in_bf16_the_transformer_gets_what_the_stock_pipeline_gives_it", elsewhere="dtype precision"),
         Flag("timestep_sampling", _choice("uniform", "logit_normal"), "{timestep_sampling}",
-             "Distribution of sigma before the shift.", in_card=True, proof="test_sigmas_follow_the_flags",
+             "Distribution of sigma before the shift.", proof="test_sigmas_follow_the_flags",
              elsewhere="weighting_scheme flow_weighting_scheme timestep_sample_method"),
-        Flag("sigma_shift", POSITIVE, None, "Factor that shifts sigmas towards noise. 1 is off. "
-             "Default: {sigma_shift}.", in_card=True, proof="test_each_expert_is_trained_on_its_own_side",
-             elsewhere="discrete_flow_shift flow_shift shift"),
-        Flag("expert", _choice("high_noise", "low_noise", "both"), None, "Which expert is trained; both: one after "
-             "the other. Required where a model has two: {experts}.", in_card=True, is_optional=True,
-             proof="test_both_experts_in_one_run_equal_two_runs"),
-        Flag("min_sigma", FRACTION, 0.0, "Lower end of the sigmas that are drawn. 0 is off.", in_card=True,
+        Flag("sigma_shift", POSITIVE, None,
+             "Factor that shifts sigmas towards noise. 1 is off. Default: {sigma_shift}.",
+             proof="test_each_expert_is_trained_on_its_own_side", elsewhere="discrete_flow_shift flow_shift shift"),
+        Flag("expert", _choice("high_noise", "low_noise", "both"), None,
+             "Which expert is trained; both: one after the other. Required where a model has two: {experts}.",
+             is_optional=True, proof="test_both_experts_in_one_run_equal_two_runs"),
+        Flag("min_sigma", FRACTION, 0.0, "Lower end of the sigmas that are drawn. 0 is off.",
              proof="test_sigmas_follow_the_flags", elsewhere="min_timestep min_timestep_boundary"),
-        Flag("max_sigma", FRACTION, 1.0, "Upper end of the sigmas that are drawn. 1 is off.", in_card=True,
+        Flag("max_sigma", FRACTION, 1.0, "Upper end of the sigmas that are drawn. 1 is off.",
              proof="test_sigmas_follow_the_flags", elsewhere="max_timestep max_timestep_boundary"),
-        Flag("loss_weighting", _choice("none", "sigma_sqrt", "cosmap"), "none", "Weight of each sample's loss by its "
-             "sigma, as in diffusers' compute_loss_weighting_for_sd3.", in_card=True, proof="test_loss_weighting",
-             elsewhere="weighting_scheme"),
+        Flag("loss_weighting", _choice("none", "sigma_sqrt", "cosmap"), "none",
+             "Weight of each sample's loss by its sigma, as in diffusers' compute_loss_weighting_for_sd3.",
+             proof="test_loss_weighting", elsewhere="weighting_scheme"),
         Flag("ema", SWITCH, False, "Keep an average of the trained weights in fp32, which is exported, previewed and "
-             "validated.", in_card=True, proof="test_averaged_weights_are_previewed", elsewhere="use_ema"),
+             "validated.", proof="test_averaged_weights_are_previewed", elsewhere="use_ema"),
         Flag("ema_decay", BELOW_ONE, 0.999, "Weight of the average before each step n, at most (1 + n) / (10 + n).",
-             needs="ema", in_card=True, proof="test_last_preview_is_what_the_stock_pipeline_samples"),
+             needs="ema", proof="test_last_preview_is_what_the_stock_pipeline_samples"),
         Flag("offload_ema", SWITCH, False, "Keep the average in host memory: saves 4 bytes per weight, slows each "
              "step.", needs="ema", may_change=True, proof="test_training_is_the_same_with_and_without"),
-        Flag("max_skipped_steps", NATURAL, 0, "Optimizer steps in a row that may be left out because loss or "
-             "gradient is not finite; checking each makes the host wait for the device. 0: the run stops at the "
-             "first.", unit="STEPS", may_change=True, proof="test_a_step_whose_loss_is_not_finite_is_left_out"),
+        Flag("max_skipped_steps", NATURAL, 0, "Optimizer steps in a row that may be skipped because loss or gradient "
+             "is not finite; checking each makes the host wait for the device. 0: the run stops at the first.",
+             unit="STEPS", may_change=True, proof="test_a_step_whose_loss_is_not_finite_is_left_out"),
     ),
     "saving": (
         Flag("output_dir", PATH, REQUIRED, "Folder for everything that the run leaves.", may_change=True,
              proof="test_folder_that_cannot_be_written_is_refused", elsewhere="output_path training_folder outputs"),
-        Flag("checkpointing_steps", POSITIVE_INT, None, "Save the training state after each so many optimizer steps. "
-             "Default: off.", unit="STEPS", may_change=True, proof="test_checkpoints_total_limit",
+        Flag("checkpointing_steps", POSITIVE_INT, None, "Optimizer steps from one checkpoint to the next. Default: "
+             "off.", unit="STEPS", may_change=True, proof="test_checkpoints_total_limit",
              elsewhere="save_every_n_steps save_steps save_every ckpt_every save_state"),
         Flag("checkpoints_total_limit", POSITIVE_INT, None, "Keep only the newest N checkpoints. Default: all.",
              needs="checkpointing_steps", may_change=True, proof="test_checkpoints_total_limit",
              elsewhere="save_last_n_steps_state max_step_saves_to_keep"),
-        Flag("resume_from_checkpoint", PATH, None, "Continue from a checkpoint folder (a bare name is searched in the "
-             "output_dir first), or from the latest complete one in the output_dir (latest); if there is none yet, "
-             "start at step 1. Default: off.", may_change=True, is_of_start=True,
-             proof="test_resume_gives_the_same_bytes", elsewhere="resume load"),
+        Flag("resume_from_checkpoint", PATH, None,
+             "Checkpoint folder to continue from (a bare name is searched in the output_dir first), or latest: the "
+             "newest complete one in the output_dir, or step 1 if there is none yet. Default: off.", may_change=True,
+             is_of_start=True, proof="test_resume_gives_the_same_bytes", elsewhere="resume load"),
         Flag("push_to_hub", SWITCH, False, "Upload the result, its model card and the last previews to the hub.",
              may_change=True, proof="test_nothing_is_uploaded_without_the_flag"),
         Flag("hub_model_id", TEXT, None, "Repository for push_to_hub. Default: the name of the output_dir.",
-             needs="push_to_hub", may_change=True, proof="test_repository_is_opened",
-             elsewhere="huggingface_repo_id"),
+             needs="push_to_hub", may_change=True, proof="test_repository_is_opened", elsewhere="huggingface_repo_id"),
     ),
     "reporting": (
         Flag("report_to", TRACKERS, lambda args: [], "Trackers that also get the numbers and previews. Default: none.",
              may_change=True, proof="test_report_to", elsewhere="log_with"),
-        Flag("logging_steps", POSITIVE_INT, 10, "Write metrics and show the loss after each so many optimizer steps.",
-             unit="STEPS", may_change=True, proof="test_logging_steps",
-             elsewhere="log_every log_every_n_steps steps_per_print"),
-        Flag("validation_prompt", TEXT, None, "Prompt of a preview by the stock pipeline. Repeatable. Default: no "
-             "previews.", may_change=True, is_repeatable=True, proof="test_files_of_previews",
-             elsewhere="sample_prompts validation_prompts"),
-        Flag("validation_image", PATH, None, "First frame of the previews, for models from image to video; twice: "
-             "first and last. Repeatable. Default: none.", needs="validation_prompt", may_change=True,
-             is_repeatable=True, is_optional=True, proof="test_last_preview_is_what_the_stock_pipeline_samples",
-             elsewhere="validation_images"),
-        Flag("validation_steps", POSITIVE_INT, None, "Make previews, and measure the loss of held-out items, after "
-             "each so many optimizer steps. Default: after the last step only.", unit="STEPS",
-             needs=_PREVIEWS_OR_LOSS, may_change=True, proof="test_files_of_previews",
+        Flag("logging_steps", POSITIVE_INT, 10, "Optimizer steps from one line of the log to the next.", unit="STEPS",
+             may_change=True, proof="test_logging_steps", elsewhere="log_every log_every_n_steps steps_per_print"),
+        Flag("validation_prompt", TEXT, None,
+             "Prompt of a preview by the stock pipeline. Repeatable. Default: no previews.", may_change=True,
+             is_repeatable=True, proof="test_files_of_previews", elsewhere="sample_prompts validation_prompts"),
+        Flag("validation_image", PATH, None,
+             "First frame of the previews, for models from image to video; twice: first and last. Repeatable. "
+             "Default: none.", needs="validation_prompt", may_change=True, is_repeatable=True, is_optional=True,
+             proof="test_last_preview_is_what_the_stock_pipeline_samples", elsewhere="validation_images"),
+        Flag("validation_steps", POSITIVE_INT, None,
+             "Optimizer steps from one set of previews, and of losses of held-out items, to the next. Default: only "
+             "after the last.", unit="STEPS", needs=_PREVIEWS_OR_LOSS, may_change=True, proof="test_files_of_previews",
              elsewhere="sample_every_n_steps sample_every validation_epochs eval_every_n_steps"),
-        Flag("validation_split", BELOW_ONE, 0.0, "Share of the items that is held out: not trained, its loss measured "
-             "at fixed sigmas and noise. 0 is off.", proof="test_what_is_held_out_is_not_trained"),
-        Flag("negative_prompt", TEXT, BY_MODEL, "Negative prompt of the previews. "
-             "Default: {described_negative_prompt}.", needs="validation_prompt", may_change=True,
-             proof="test_settings_of_previews", elsewhere="neg validation_negative_prompt"),
-        Flag("guidance_scale", NON_NEGATIVE, BY_MODEL, "Guidance scale of the previews; up to 1 is off. "
-             "Default: {guidance_scale}.", needs="validation_prompt", may_change=True,
-             proof="test_settings_of_previews", elsewhere="cfg_scale"),
-        Flag("num_inference_steps", POSITIVE_INT, BY_MODEL, "Denoising steps of the previews. "
-             "Default: {num_inference_steps}.", unit="STEPS", needs="validation_prompt", may_change=True,
-             proof="test_settings_of_previews", elsewhere="sample_steps"),
-        Flag("validation_seed", SEED, lambda args: args.seed, "Seed of the noise of previews and held-out items. "
-             "Default: the seed.", needs=_PREVIEWS_OR_LOSS, may_change=True,
-             proof="test_validation_seed_changes_the_loss_only"),
+        Flag("validation_split", BELOW_ONE, 0.0, "Share of the items that is held out: not trained, its loss "
+             "measured at fixed sigmas and noise. 0 is off.", proof="test_what_is_held_out_is_not_trained"),
+        Flag("negative_prompt", TEXT, BY_MODEL,
+             "Negative prompt of the previews. Default: {described_negative_prompt}.", needs="validation_prompt",
+             may_change=True, proof="test_settings_of_previews", elsewhere="neg validation_negative_prompt"),
+        Flag("guidance_scale", NON_NEGATIVE, BY_MODEL,
+             "Guidance scale of the previews; up to 1 is off. Default: {guidance_scale}.", needs="validation_prompt",
+             may_change=True, proof="test_settings_of_previews", elsewhere="cfg_scale"),
+        Flag("num_inference_steps", POSITIVE_INT, BY_MODEL,
+             "Denoising steps of the previews. Default: {num_inference_steps}.", unit="STEPS",
+             needs="validation_prompt", may_change=True, proof="test_settings_of_previews", elsewhere="sample_steps"),
+        Flag("validation_seed", SEED, lambda args: args.seed,
+             "Seed of the noise of previews and held-out items. Default: the seed.", needs=_PREVIEWS_OR_LOSS,
+             may_change=True, proof="test_validation_seed_changes_the_loss_only"),
     ),
     "files": (
         Flag("config", PATH, None, "YAML file with the same keys as the flags, and datasets and bucket_config (see "
@@ -447,25 +420,16 @@ FLAGS = {
              may_change=True, is_of_start=True, is_repeatable=True, proof="test_a_run_again_from_its_run_json",
              elsewhere="config_file training_config dataset_config"),
         Flag("datasets", STRUCTURE, None, "Several datasets.",
-             excludes="dataset_path dataset_metadata media_column caption_column dataset_repeat",
-             may_change=True,  # what it says of the items is compared instead
+             excludes="dataset_path dataset_metadata media_column caption_column dataset_repeat", may_change=True,
              proof="test_several_datasets", elsewhere="dataset_config data_backend_config"),
         Flag("bucket_config", STRUCTURE, None, "Sizes, numbers of frames, shares and batch sizes.",
-             excludes="height width max_pixels num_frames train_batch_size", in_card=True, proof="test_bucket_config",
+             excludes="height width max_pixels num_frames train_batch_size", proof="test_bucket_config",
              elsewhere="resolutions frame_buckets"),
     ),
 }
 # fmt: on
 
 ROWS = {row.name: row for rows in FLAGS.values() for row in rows}
-
-# Flags of other trainers without a counterpart, and why.
-NOT_NEEDED = {
-    "remove_prefix_in_ckpt": "the result has the keys that diffusers and ComfyUI load",
-    "align_to_opensource_format": "the result has the keys that diffusers and ComfyUI load",
-    "xformers": "attention is that of PyTorch",
-    "sdpa": "attention is that of PyTorch",
-}
 
 
 def flags_of(values):
@@ -485,10 +449,7 @@ def suggest(name, flags, prefix="--"):
         name (`str`), flags (`dict[str, Flag]`)
         prefix (`str`): Of the names in what is returned.
     """
-    plain = name.replace("-", "_").lower()
-    if plain in NOT_NEEDED:
-        return f"leave it out: {NOT_NEEDED[plain]}"
-    same = [flag for flag in flags.values() if plain in flag.elsewhere.split()]
+    same = [flag for flag in flags.values() if name.replace("-", "_").lower() in flag.elsewhere.split()]
     if same:
         meanings = [f"{prefix}{flag.name} ({flag.text.split('. ')[0].rstrip('.')})" for flag in same]
         return f"here it is {' or '.join(meanings)}"

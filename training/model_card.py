@@ -49,7 +49,11 @@ def write_model_card(args, *, base_model, pipeline_tag, num_items, usage):
     if previews:
         metadata["widget"] = [{"text": _one_line(prompt), "output": {"url": path}} for path, prompt in previews]
     lines = read_metrics(output_dir / "metrics.jsonl")
-    shown = {name: _setting(name, getattr(args, name, None)) for name, flag in ROWS.items() if flag.in_card}
+    shown = {
+        name: _setting(name, getattr(args, name, None))
+        for name, flag in ROWS.items()
+        if flag.in_card or not flag.may_change
+    }
     settings = {"base_model": base_model} | shown
     text = MODEL_CARD.format(
         metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),

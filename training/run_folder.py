@@ -13,7 +13,7 @@ import uuid
 
 from runtime.errors import RefusedError
 from runtime.processes import agreed, gather_from_all
-from training.flags import ROWS
+from training.flags import PATH, ROWS
 
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,8 @@ _PATIENCE_SECONDS = 5
 
 # What every process reads for itself. Dataset and checkpoint are compared when they are read.
 _INPUTS = ("pretrained_model_name_or_path", "transformer_path", "lora_init_path", "validation_image")
+# Machines may have the same thing at different places.
+_PLACES = {"datasets", *(name for name, flag in ROWS.items() if flag.kind is PATH)}
 
 
 @contextlib.contextmanager
@@ -44,7 +46,7 @@ def claim_output_dir(args, accelerator):
     with contextlib.ExitStack() as stack:
         agreed(accelerator, lambda: accelerator.is_main_process and stack.enter_context(_locked(output_dir)))
         if accelerator.num_processes > 1:
-            alike = {flag.label: getattr(args, name, None) for name, flag in ROWS.items() if not flag.is_place}
+            alike = {flag.label: getattr(args, name, None) for name, flag in ROWS.items() if name not in _PLACES}
             alike |= {f"what is at --{name}": _sizes_at(getattr(args, name, None)) for name in _INPUTS}
             agreed(accelerator, lambda: alike, dict)
             _check_shared("output_dir", output_dir, accelerator)

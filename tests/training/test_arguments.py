@@ -82,6 +82,35 @@ def test_unknown_flag_names_the_nearest_before_missing_ones():
         parse_args(["--lora_rnak", "4"], description="", values=VALUES)
 
 
+@pytest.mark.parametrize(
+    "elsewhere, ours",
+    [
+        ("network_dim", ["lora_rank"]),
+        ("rank", ["lora_rank"]),
+        ("network_alpha", ["lora_alpha"]),
+        ("lr", ["learning_rate"]),
+        ("resolution", ["height", "width", "max_pixels"]),
+        ("save_every_n_steps", ["checkpointing_steps"]),
+        ("blocks_to_swap", ["use_gradient_checkpointing_offload", "memory_budget"]),
+        ("num_epochs", ["num_train_epochs"]),
+        ("max_train_epochs", ["num_train_epochs"]),
+        ("dataset_base_path", ["dataset_path"]),
+        ("train_data_dir", ["dataset_path"]),
+        ("gradient-checkpointing", ["use_gradient_checkpointing"]),
+        ("lora_base_model", ["training_mode"]),
+        ("trainable_models", ["training_mode"]),
+        ("remove_prefix_in_ckpt", ["training_mode"]),
+    ],
+)
+def test_flags_of_other_trainers_are_answered_by_meaning(elsewhere, ours, config):
+    """On the command line before anything is missed, and in a file."""
+    with pytest.raises(RefusedError) as error:
+        parse_args([f"--{elsewhere}", "4"], description="", values=VALUES)
+    assert str(error.value).startswith(f"Unknown flag --{elsewhere}; here it is --{ours[0]} (")
+    assert re.findall(r"--(\w+) \(", str(error.value)) == ours
+    assert f"unknown key '{elsewhere}'; here it is {ours[0]} (" in refused(*config(f"{elsewhere}: 4"))
+
+
 def test_no_abbreviations():
     assert "--lora_rank" in refused("--lora_ran", "4")
 
@@ -181,10 +210,10 @@ def test_numbers_that_the_length_of_the_run_makes_void(flags, said):
         (["--caption_dropout", "0.1"], "--caption_dropout 0.1 of 8 samples: 0.8 on average"),
         (
             ["--checkpointing_steps", "9"],
-            "--checkpointing_steps 9 of the run's 8 optimizer steps: no checkpoint is due",
+            "--checkpointing_steps 9 of the run's 8 optimizer steps: nothing is due before",
         ),
         (["--validation_split", "0.1", "--validation_steps", "9"], "--validation_steps 9 of the run's 8 optimizer"),
-        (["--logging_steps", "9"], "--logging_steps 9 of the run's 8 optimizer steps: metrics are written after"),
+        (["--logging_steps", "9"], "--logging_steps 9 of the run's 8 optimizer steps: nothing is due"),
         (["--ema", "--ema_decay", "0.3", "--checkpointing_steps", "8", "--caption_dropout", "0.2"], None),
         (["--validation_split", "0.1", "--validation_steps", "8", "--max_skipped_steps", "3", *WARMUP, "3"], None),
         ([*RESTARTS, "2"], None),
