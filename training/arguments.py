@@ -48,10 +48,7 @@ def parse_args(argv, *, description, values, resolve=True):
     _check_names(argv, flags)
     given = {}
     command_line = vars(_build_parser(description, flags).parse_args(argv))
-    for name, value in command_line.items():
-        if flags[name].kind is not SWITCH:
-            items = [flags[name].convert(item) for item in (value if flags[name].has_several else [value])]
-            command_line[name] = items if flags[name].has_several else items[0]
+    command_line = {name: flags[name].read(value) for name, value in command_line.items()}
     for settings in (*(read_config(path, flags) for path in command_line.get("config", ())), command_line):
         # What comes later wins, also over what cannot stand beside it; None takes back.
         replaced = {rival for name, value in settings.items() if _is_on(value) for rival in _rivals(name, flags)}
@@ -111,13 +108,12 @@ def _build_parser(description, flags):
                 text += f" Required{' there' if flag.needs else ''}."
             elif "Default: " not in text and flag.default is not None:
                 text += f" Default: {'off' if flag.kind is SWITCH else flag.default}."
-            options = {"help": text.replace("%", "%%")}
+            options = {"metavar": flag.unit or flag.kind.unit}
             if flag.kind is SWITCH:
-                options["action"] = "store_true"
-            else:
-                options["metavar"] = flag.unit or flag.kind.unit
-                options |= {"action": "append"} if flag.is_repeatable else {"nargs": "+"} if flag.has_several else {}
-            group.add_argument(f"--{flag.name}", **options)
+                options = {"action": "store_const", "const": "true"}
+            elif flag.has_several:
+                options |= {"action": "append"} if flag.is_repeatable else {"nargs": "+"}
+            group.add_argument(f"--{flag.name}", help=text.replace("%", "%%"), **options)
     return parser
 
 

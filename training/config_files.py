@@ -5,7 +5,7 @@ import pathlib
 
 from dataset.settings import DATASET_FLAGS, LINES, bucket_pixels, round_down_frames
 from runtime.errors import RefusedError
-from training.flags import BUDGET, FRACTION, KEY_VALUE, POSITIVE_INT, SIZE, TRACKERS, literal, suggest
+from training.flags import BUDGET, KEY_VALUE, POSITIVE_INT, SHARE, SIZE, TRACKERS, suggest
 
 
 def read_config(path, flags):
@@ -37,21 +37,8 @@ def _read_settings(path, mapping, flags, of=""):
         elif key == "bucket_config":
             settings[key] = _read_bucket_config(path, where, value)
         else:
-            settings[key] = _read_value(flags[key], value, where)
+            settings[key] = flags[key].read(value, where)
     return settings
-
-
-def _read_value(flag, value, where):
-    if flag.kind is KEY_VALUE and isinstance(value, dict):
-        return [(name, literal(item)) for name, item in value.items()]
-    if flag.kind.is_list and isinstance(value, list):
-        value = ",".join(map(str, value))
-    values = value if flag.has_several and isinstance(value, list) else [value]
-    for item in values:
-        if not isinstance(item, str):
-            raise RefusedError(f"{where}{flag.name} takes one value, not {type(item).__name__}.")
-    values = [flag.convert(item, where) for item in values]
-    return values if flag.has_several else values[0]
 
 
 def _read_datasets(path, where, value, flags):
@@ -71,35 +58,32 @@ def _read_datasets(path, where, value, flags):
 
 def _read_bucket_config(path, where, value):
     """Return the sizes as written -> number of frames (`str`, as JSON has it) -> [share, batch size]."""
-    shape = "bucket_config must map sizes to frames to [share, batch size], such as 480p: {1: [1.0, 8], 81: [0.5, 1]}"
     if not isinstance(value, dict) or not value:
-        raise RefusedError(f"{where}{shape}.")
+        raise RefusedError(f"{where}bucket_config must map sizes to frames to [share, batch size]; {_BUCKETS}.")
     buckets = {}
     for size, lengths in value.items():
-        where = _place(path, value, size)
         try:
             bucket_pixels(size)
-        except ValueError:
-            raise RefusedError(
-                f"{where}bucket_config: {size!r} is no size; allowed are the side of a square such as 512px, lines of "
-                f"16:9 such as {', '.join(LINES)}, or one size as WIDTHxHEIGHT such as 832x480."
-            ) from None
-        if not isinstance(lengths, dict) or not lengths:
-            raise RefusedError(f"{where}{shape}; {size} has {lengths!r}.")
-        buckets[size] = {}
-        for num_frames, entry in lengths.items():
-            try:
-                share, batch_size = FRACTION.convert(entry[0]), POSITIVE_INT.convert(entry[1])
-                frames = POSITIVE_INT.convert(num_frames)
-                if str(frames) in buckets[size] or frames != round_down_frames(frames) or not share or len(entry) > 2:
-                    raise ValueError
-            except (ValueError, TypeError, LookupError):
-                raise RefusedError(
-                    f"{_place(path, lengths, num_frames)}bucket_config: {size} has {num_frames}: {entry!r}; allowed "
-                    "are frames 4n + 1 and [share above 0 to 1, batch size of at least 1]."
-                ) from None
-            buckets[size][str(frames)] = [share, batch_size]
+            buckets[size] = dict(_read_bucket(*length) for length in lengths.items())
+            if not lengths or len(lengths) > len(buckets[size]):
+                raise ValueError
+        except (ValueError, TypeError, AttributeError):
+            place = _place(path, value, size)
+            raise RefusedError(f"{place}bucket_config: {size} has {lengths!r}; {_BUCKETS}.") from None
     return buckets
+
+
+_BUCKETS = (
+    f"allowed are sizes such as 512px (a square), {', '.join(LINES)} or 832x480 (width x height), frames 4n + 1, and "
+    "[share above 0 to 1, batch size of at least 1], such as 480p: {1: [1.0, 8], 81: [0.5, 1]}"
+)
+
+
+def _read_bucket(num_frames, entry):
+    share, batch_size = entry
+    if round_down_frames(POSITIVE_INT.convert(num_frames)) != int(num_frames):
+        raise ValueError
+    return str(int(num_frames)), [SHARE.convert(share), POSITIVE_INT.convert(batch_size)]
 
 
 # ---------------------------------------------------------------- the text of a file
@@ -126,28 +110,22 @@ def _read_record(text, flags):
     """Return the arguments of a run from its run.json as a config file would hold them, or None for another text."""
     try:
         content = json.loads(text)
-        arguments, _ = content["arguments"].items(), content["versions"]
-    except (ValueError, TypeError, LookupError, AttributeError):
+        if "versions" not in content or not isinstance(content["arguments"], dict):
+            return None
+    except (ValueError, TypeError, LookupError):
         return None
-    settings = {}
-    for name, value in arguments:
-        flag = flags.get(name)
-        if flag is not None and flag.is_of_start:  # what was in its config files is there
-            continue
-        if flag is not None and flag.kind in (SIZE, BUDGET) and isinstance(value, int):
-            value = f"{value}B"
-        if flag is not None and flag.kind is KEY_VALUE and value is not None:
-            value = [f"{key}={_tuples(item)!r}" for key, item in value.items()]
-        settings[name] = _as_text(value)
+    settings = json.loads(text, parse_int=str, parse_float=str, parse_constant=str)["arguments"]
+    for name, flag in flags.items():
+        if flag.is_of_start:  # what was in its config files is there
+            settings.pop(name, None)
+        elif flag.kind in (SIZE, BUDGET) and (settings.get(name) or "").isdecimal():
+            settings[name] += "B"
+        elif flag.kind is KEY_VALUE and settings.get(name) is not None:
+            arguments = content["arguments"][name].items()
+            settings[name] = [f"{key}={_tuples(value)!r}" for key, value in arguments]
+        elif isinstance(settings.get(name), bool):
+            settings[name] = str(settings[name])
     return settings
-
-
-def _as_text(value):
-    if isinstance(value, dict):
-        return {key: _as_text(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_as_text(item) for item in value]
-    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 def _tuples(value):

@@ -81,7 +81,7 @@ def literal(value):
         return tuple(map(literal, value))
     try:
         return value == "true" if value in ("true", "false") else ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return value
 
 
@@ -102,6 +102,7 @@ POSITIVE = _number(float, lambda value: 0 < value < math.inf, "a finite number a
 NOT_LINEAR = _number(float, lambda value: 0 < value < math.inf and value != 1, "a finite number above 0 other than 1")
 NON_NEGATIVE = _number(float, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
 FRACTION = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+SHARE = _number(float, lambda value: 0 < value <= 1, "a number above 0 to 1")
 BELOW_ONE = _number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
 COUNTS = Kind(_counts, "whole numbers with commas between them, not all 0", "N,M", is_list=True)
 SIZE = Kind(_num_bytes, "a size with its unit, such as 24GiB or 512MB", "SIZE")
@@ -168,12 +169,22 @@ class Flag:
         """Whether its value is made of several, each converted alone."""
         return self.is_repeatable or self.kind is KEY_VALUE
 
-    def convert(self, text, where=""):
-        """Return the value that a text is; raises `RefusedError`, with `where` before what is wrong."""
+    def read(self, value, where=""):
+        """Return the value of the flag from its text, or from what a config file has: texts, lists and mappings.
+
+        Raises:
+            RefusedError: It is not allowed; after `where`.
+        """
+        if self.kind is KEY_VALUE and isinstance(value, dict):
+            return [(name, literal(item)) for name, item in value.items()]
+        if self.kind.is_list and isinstance(value, list):
+            value = ",".join(map(str, value))
+        items = value if self.has_several and isinstance(value, list) else [value]
         try:
-            return self.kind.convert(text)
-        except ValueError:
-            raise RefusedError(f"{where}--{self.name} is {text!r}; allowed is {self.kind.allowed}.") from None
+            values = [self.kind.convert(_check(item, lambda value: isinstance(value, str))) for item in items]
+        except (ValueError, OverflowError):
+            raise RefusedError(f"{where}--{self.name} is {value!r}; allowed is {self.kind.allowed}.") from None
+        return values if self.has_several else values[0]
 
 
 def has_cap(args):
