@@ -1,4 +1,4 @@
-"""What files say of their colours outside an ICC profile, and what becomes of it: one rule for images and clips.
+"""What files say of their colours outside an ICC profile, and how it is converted: one rule for images and clips.
 
 Whatever says something other than sRGB becomes an ICC profile, by which the pixels are converted to sRGB as by an
 embedded one; what cannot be converted is refused by its name. A file that says nothing, sRGB, BT.709 or a gamma near
@@ -229,19 +229,15 @@ def _exif_profile(image, profile):
     except Exception as error:  # SyntaxError, struct.error, ...: as for the orientation
         logger.info("EXIF not readable: %s", error)
         return profile
-    # LibTIFF applies these two itself.
-    if image.format in ("JPEG", "MPO", "TIFF") and not (
-        image.format == "TIFF" and image.tag_v2.get(262) == 6 and image.info.get("compression") != "jpeg"
-    ):
-        if matrix and np.abs(np.subtract(matrix, _BT601)).max() > 0.002:
-            raise ValueError(f"its colour matrix (YCbCrCoefficients {matrix}) is not that of BT.601")
-        if levels and levels not in _FULL_RANGES:
-            raise ValueError(f"its range (ReferenceBlackWhite {levels}) is not the full one")
+    if matrix and np.abs(np.subtract(matrix, _BT601)).max() > 0.002:
+        raise ValueError(f"its colour matrix (YCbCrCoefficients {matrix}) is not that of BT.601")
+    if levels and levels not in _FULL_RANGES:
+        raise ValueError(f"its range (ReferenceBlackWhite {levels}) is not the full one")
     if profile is not None or space == 1:
         return profile
     if space == 0xFFFD:
         raise ValueError("its colours are Wide Gamut RGB by EXIF, without a profile; embed one")
-    # The second is how cameras say it, beside a colour space that is "uncalibrated".
+    # The second is how cameras say it, together with a colour space that is "uncalibrated".
     if space == 2 or interoperability.get(ExifTags.Interop.InteropIndex) == "R03":
         return _profile(_ADOBE_RGB, 563 / 256)
     if 301 in exif:

@@ -1,6 +1,6 @@
-"""Decodes pictures and brings them to the size they train at: file -> RGB picture -> (3, H, W) tensor.
+"""Decodes images and brings them to the size they train at: file -> RGB image -> (3, H, W) tensor.
 
-One path for every picture, so that orientation, transparency and pixel range cannot differ between two of them.
+All images take one path, so that orientation, transparency and pixel range cannot differ between two of them.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ TiffImagePlugin.READ_LIBTIFF = True
 
 
 def open_image(media, name=None):
-    """Decodes a picture completely, upright and in sRGB, transparency composited on white.
+    """Decodes an image completely, upright and in sRGB, transparency composited on white.
 
     Args:
         media: A path or the bytes of a file.
-        name: How messages call the picture; the path if not given.
+        name: How messages call the image; the path if not given.
 
     Returns:
         A `PIL.Image.Image` in mode RGB that holds no file open.
@@ -45,45 +45,47 @@ def open_image(media, name=None):
     Raises:
         RefusedError: If it is missing, damaged, animated, too large, HDR, or of a kind without a defined colour range.
     """
-    embedded = isinstance(media, bytes)
     if name is None:
-        name = "embedded picture" if embedded else media
+        name = "embedded image" if isinstance(media, bytes) else media
     try:
-        # A pipe would be waited for.
-        if not embedded and not os.path.isfile(media):
-            raise ValueError("there is no such file")
         # What it is shows in its first bytes, whatever its name ends with.
-        with Image.open(io.BytesIO(media) if embedded else media, formats=IMAGE_FORMATS) as image:
+        with open_media(media) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
             if image.width * image.height > MAX_SOURCE_PIXELS:
                 raise ValueError(
                     f"it has {image.width}x{image.height} pixels, and at most {MAX_SOURCE_PIXELS} are read"
                 )
             if image.format == "TIFF" and image.tag_v2.get(254, 0) & 1:
                 raise ValueError("it is the raw data of a camera, behind a small preview; save it as PNG or JPEG")
-            # MPO is a JPEG with a preview or a second view behind the picture.
+            # MPO is a JPEG with a preview or a second view behind the image.
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-                raise ValueError(f"it has {image.n_frames} frames, and a picture has one")
+                raise ValueError(f"it has {image.n_frames} frames, and an image has one")
             profile, limited = profile_of_image(image)
             image.load()
-            # Upright before anything looks at the size.
+            # Upright before its size is used.
             return _to_rgb(_upright(image, name), profile, limited)
     except UnidentifiedImageError as error:
-        num_bytes = len(media) if embedded else os.path.getsize(media)
-        detail = "HEIF: save it as PNG or JPEG" if image_format(media) == "HEIF" else f"{num_bytes} bytes"
-        raise RefusedError(f"{name} is not a picture that Pillow can read ({detail}).") from error
+        hint = "; save HEIF as PNG or JPEG" if image_format(media) == "HEIF" else ""
+        raise RefusedError(f"{name} is not an image that Pillow can read{hint}.") from error
     except Exception as error:  # on damaged files Pillow raises OSError, SyntaxError, ValueError, struct.error, ...
         raise RefusedError(f"{name} cannot be used: {error}.") from error
 
 
+def open_media(media):
+    """Returns an open file of bytes, or of what is at a path; raises ValueError where there is no file."""
+    if isinstance(media, bytes):
+        return io.BytesIO(media)
+    # A pipe would be waited for.
+    if not os.path.isfile(media):
+        raise ValueError("there is no such file")
+    return open(media, "rb")
+
+
 def image_format(media):
     """Returns the format of a path or bytes: Pillow's name for it, "HEIF", which it cannot read, or None."""
-    embedded = isinstance(media, bytes)
-    if not embedded and not os.path.isfile(media):
-        return None
     with contextlib.suppress(Exception):  # as in open_image
-        with Image.open(io.BytesIO(media) if embedded else media, formats=IMAGE_FORMATS) as image:
+        with open_media(media) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
             return image.format
-    with contextlib.suppress(OSError), io.BytesIO(media) if embedded else open(media, "rb") as file:
+    with contextlib.suppress(OSError, ValueError), open_media(media) as file:
         head = file.read(12)
         if head[4:8] == b"ftyp" and head[8:] in b"heic heix heim heis hevc hevx mif1 msf1".split():
             return "HEIF"
@@ -93,7 +95,7 @@ def image_format(media):
 def _upright(image, name):
     try:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
-    except Exception as error:  # SyntaxError, struct.error, ...: viewers show such a picture as it is stored, too
+    except Exception as error:  # SyntaxError, struct.error, ...: viewers show such an image as it is stored, too
         logger.info("%s: EXIF not readable: %s", name, error)
         turned = False
     if not turned:
@@ -125,7 +127,7 @@ def _to_rgb(image, profile, limited):
     elif image.has_transparency_data:
         transparency = image.info.get("transparency")
         if isinstance(transparency, tuple) and max(transparency) > 255:
-            # The colour has 16 bits, of which Pillow keeps the upper 8 in the pixels and looks for the lower.
+            # The colour has 16 bits, of which Pillow keeps the upper 8 in the pixels and compares the lower.
             image.info["transparency"] = tuple(value >> 8 for value in transparency)
         rgba = image.convert("RGBA")
         alpha = rgba.getchannel("A")
@@ -139,11 +141,11 @@ def _to_rgb(image, profile, limited):
 
 
 def on_white(image, alpha):
-    """Composites a picture on white.
+    """Composites an image on white.
 
     Args:
         image: A `PIL.Image.Image` in mode RGB.
-        alpha: Its transparency, a picture of the same size in mode L: 0 is transparent.
+        alpha: Its transparency, an image of the same size in mode L: 0 is transparent.
 
     Returns:
         A `PIL.Image.Image` in mode RGB.
@@ -166,18 +168,18 @@ def to_srgb(image, profile):
     if profile:
         try:
             profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-            # Grey pictures with a profile for RGB are common. Other mismatches raise.
+            # Grey images with a profile for RGB are common. Other mismatches raise an error.
             if image.mode == "L" and profile.profile.xcolor_space == "RGB ":
                 image = image.convert("RGB")
             return ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
         except (ImageCms.PyCMSError, OSError) as error:
-            # What viewers do with a broken profile as well: the picture is taken for sRGB.
+            # What viewers do with a broken profile as well: the image is taken for sRGB.
             logger.info("A colour profile was not usable: %s", error)
     return image.convert("RGB")
 
 
 def cover_and_crop(image, height, width):
-    """Scales a picture until it covers the size, aspect kept, and crops what stands out evenly on both sides.
+    """Scales an image until it covers the size, aspect kept, and crops what stands out evenly on both sides.
 
     Args:
         image: A `PIL.Image.Image`.
@@ -191,7 +193,7 @@ def cover_and_crop(image, height, width):
 
 
 def to_tensor(image):
-    """Turns a picture into numbers: 0 becomes -1 and 255 becomes 1, exactly.
+    """Turns an image into numbers: 0 becomes -1 and 255 becomes 1, exactly.
 
     Args:
         image: A `PIL.Image.Image` in mode RGB.
@@ -205,7 +207,7 @@ def to_tensor(image):
 
 
 def inspect_rows(rows, sizing, **how):
-    """Decodes every picture once, so that a bad one is known before a model loads.
+    """Decodes every image once, so that a bad one is known before a model loads.
 
     Args:
         rows: A list of `dataset.metadata.Row`.
@@ -216,10 +218,10 @@ def inspect_rows(rows, sizing, **how):
         A list of `dataset.inspection.Item`.
 
     Raises:
-        RefusedError: If pictures are bad; lists all of them with their reasons.
+        RefusedError: If images are bad; lists all of them with their reasons.
     """
-    # Few threads: a picture of the largest size takes gigabytes while it is decoded.
-    inspector = Inspector("pictures", _measure, "picture", partial(_decide, sizing=sizing), max_threads=8)
+    # Few threads: an image of the largest size takes gigabytes while it is decoded.
+    inspector = Inspector("images", _measure, "image", partial(_decide, sizing=sizing), max_threads=8)
     return inspect_each(rows, inspector, **how)
 
 
@@ -240,8 +242,8 @@ def _decide(row, measured, sizing):
     return record | {"decision": "used", "used": used}
 
 
-def read_picture(row, record):
-    """Reads a picture at the size that its record says.
+def read_image(row, record):
+    """Reads an image at the size that its record says.
 
     Args:
         row: A `dataset.metadata.Row`.

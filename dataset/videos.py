@@ -1,12 +1,11 @@
 """Decodes clips and brings them to the length, rate and size they train at: file -> frames -> (3, F, H, W) tensor.
 
-A clip is a video file, an animated gif, a folder of frames, or a picture, which is a clip of one frame. What a
+A clip is a video file, an animated gif, a folder of frames, or an image, which is a clip of one frame. What a
 container says about its frames is often wrong, so they are decoded and counted, and their times are read, once before
 a model loads. From then on the record of a clip names its frames.
 """
 
 import contextlib
-import io
 import itertools
 import logging
 import math
@@ -23,7 +22,7 @@ from PIL import Image
 
 from dataset.colours import UNSTATED, expand_range, profile_of_numbers
 from dataset.draws import keyed_draw
-from dataset.images import cover_and_crop, image_format, on_white, open_image, to_srgb, to_tensor
+from dataset.images import cover_and_crop, image_format, on_white, open_image, open_media, to_srgb, to_tensor
 from dataset.inspection import Inspector, dropped_record, inspect_each
 from dataset.metadata import FOREIGN_IMAGE_SUFFIXES, IMAGE_SUFFIXES, first_five, frame_names
 from dataset.settings import round_down_frames
@@ -32,7 +31,7 @@ from runtime.errors import RefusedError
 
 logger = logging.getLogger(__name__)
 
-# FFmpeg also knows pictures, playlists that name other files, text, and raw data.
+# FFmpeg also knows images, playlists that name other files, text, and raw data.
 CONTAINERS = "asf,avi,flv,gif,h264,hevc,m4v,matroska,mov,mpeg,mpegts,mpegvideo,ogg"
 # 8K, as large as cameras record it: a decoder holds up to 17 frames, and a false header may say anything.
 MAX_FRAME_PIXELS = 8192 * 4320
@@ -88,18 +87,13 @@ def inspect_clips(rows, sizing, *, fps, clip_part, min_frames=1, **how):
     inspector = Inspector("clips", partial(_measure, fps=fps), f"clip at {fps:g} fps", decide, max_threads=8)
     items = inspect_each(rows, inspector, **how)
 
-    used = [record for _, record, _ in items if record["decision"] == "used"]
-    slow = [
-        f"{record['id']}: {record['source']['fps']:g} fps"
-        for record in used
-        if len(set(record["used"]["source_frames"])) * 2 < record["used"]["frames"]
-    ]
-    if slow:
-        listed = first_five(slow)
-        logger.warning("Of %d clips each frame is shown more than twice at %g fps:\n%s", len(slow), fps, listed)
-    changed = [f"{record['id']}: {record['reason']}" for record in used if record["reason"] is not None]
-    if changed:
-        logger.info("%d of %d clips are shortened or retimed:\n%s", len(changed), len(items), first_five(changed))
+    used = [record for _, record, _ in items if record["decision"] == "used" and record["reason"] is not None]
+    if used:
+        # That frames are repeated shows in the reason. More than twice each is hardly meant.
+        slow = any(len(set(record["used"]["source_frames"])) * 2 < record["used"]["frames"] for record in used)
+        changed = first_five([f"{record['id']}: {record['reason']}" for record in used])
+        message = "%d of %d clips are shortened or retimed:\n%s"
+        logger.log(logging.WARNING if slow else logging.INFO, message, len(used), len(items), changed)
     return items
 
 
@@ -122,7 +116,7 @@ def _decide(row, measured, *, sizing, fps, clip_part, min_frames):
     late = LATE * (times[-1] - times[0]) / max(1, num_frames - 1)
     late += min(LATE_SECONDS, late)
     # The second number is larger by one where the clip ends with half a frame: 17 frames at 32 fps are 9 at 16. A
-    # single frame is a picture, however long it is shown.
+    # single frame is an image, however long it is shown.
     last = math.floor((times[-1] - times[0] + late) * fps)
     available = max(round(measured["duration"] * fps), last + 1) if num_frames > 1 else 1
     if num_frames == 1 < min_frames:
@@ -310,20 +304,16 @@ def _open_video(media, name, num_threads):
         The `av` container, its video stream, and what the container says of its colours; see `_stated`.
     """
     try:
-        if not isinstance(media, bytes) and not os.path.isfile(media):
-            raise ValueError("there is no such file")
         # Not by its name, in which FFmpeg would look for protocols and patterns.
-        with io.BytesIO(media) if isinstance(media, bytes) else open(media, "rb") as file:
-            num_bytes = file.seek(0, os.SEEK_END)
-            file.seek(max(0, num_bytes - 1000))
+        with open_media(media) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1000))
             tail = file.read().rstrip(b"\0")
             file.seek(0)
             try:
-                container = av.open(
-                    file, metadata_errors="replace", options={"format_whitelist": CONTAINERS, **LIMITS}
-                )
+                options = {"format_whitelist": CONTAINERS, **LIMITS}
+                container = av.open(file, metadata_errors="replace", options=options)
             except (av.FFmpegError, OSError) as error:
-                raise ValueError(f"it is no video that FFmpeg can read, or cut off ({num_bytes} bytes)") from error
+                raise ValueError("it is no video that FFmpeg can read, or cut off") from error
             with container:
                 # The frames of a GIF are counted while it is read.
                 if container.format.name == "gif" and not tail.endswith(b"\0;"):
@@ -379,7 +369,7 @@ def _frames(container, stream):
             index += 1
     # What is left out at the end is no error for FFmpeg, and each kind of container says in its own way what it holds.
     is_cut = {
-        # Frames that are not shown anew have no packets.
+        # Times at which no new frame is shown have no packets.
         "avi": last_dts + 1 < stream.frames,
         # Edit lists leave packets out of the index.
         "mov,mp4,m4a,3gp,3g2,mj2": num_packets < len(stream.index_entries),

@@ -238,7 +238,7 @@ def test_a_killed_run_goes_on_where_it_was(script, tiny_qwen_image, tmp_path, tr
 
 
 def test_a_file_that_changes_while_the_run_reads_it_is_refused(train, data, monkeypatch):
-    read = run_module.read_picture
+    read = run_module.read_image
 
     def read_and_change(row, record):
         pixels = read(row, record)
@@ -246,7 +246,7 @@ def test_a_file_that_changes_while_the_run_reads_it_is_refused(train, data, monk
             shutil.copy(data / "rocket.png", data / "coffee.png")
         return pixels
 
-    monkeypatch.setattr(run_module, "read_picture", read_and_change)
+    monkeypatch.setattr(run_module, "read_image", read_and_change)
     with pytest.raises(RefusedError, match=r"coffee\.png changed while it was read"):
         train(data, *SIZE)
 
@@ -349,7 +349,7 @@ BAD = ("zero.png", "half.png", "text.jpg", "silent.png")
 def test_all_bad_items_are_listed_at_once(train, with_bad_ones):
     with pytest.raises(RefusedError) as refused:
         train(with_bad_ones, *SIZE)
-    assert str(refused.value).startswith("4 of 9 pictures cannot be used:")
+    assert str(refused.value).startswith("4 of 9 images cannot be used:")
     assert all(name in str(refused.value) for name in BAD)
     assert "--on_bad_sample skip" in str(refused.value) and "--allow_missing_captions" in str(refused.value)
 
@@ -373,7 +373,7 @@ def test_rows_without_a_file_and_bad_files_come_in_one_list(train, data):
 
 def test_skip_trains_on_the_rest(train, with_bad_ones, caplog, capsys):
     out = train(with_bad_ones, *SIZE, "--on_bad_sample", "skip")
-    assert "--on_bad_sample skip: 4 of 9 pictures are left out" in caplog.text
+    assert "--on_bad_sample skip: 4 of 9 images are left out" in caplog.text
     assert "5 of 9 items are used" in capsys.readouterr().out
     dropped = {line["id"]: line["reason"] for line in records(out) if line["decision"] == "dropped"}
     assert set(dropped) == set(BAD) and dropped["silent.png"] == "caption missing"
@@ -382,7 +382,7 @@ def test_skip_trains_on_the_rest(train, with_bad_ones, caplog, capsys):
     for path in with_bad_ones.iterdir():
         if path.stem not in ("zero", "half", "text"):
             path.unlink()
-    with pytest.raises(RefusedError, match="All 3 pictures cannot be used"):
+    with pytest.raises(RefusedError, match="All 3 images cannot be used"):
         train(with_bad_ones, *SIZE, "--on_bad_sample", "skip", out="none")
 
 
@@ -394,7 +394,7 @@ def test_two_processes_agree_and_share_the_work(on_two_processes, tiny_qwen_imag
     done = on_two_processes("train_qwen_image.py", *required, "--output_dir", tmp_path / "two", *flags)
     lines = metrics(tmp_path / "two")
     assert [line["step"] for line in lines] == [1, 2, 3] and all(1 <= len(line["samples"]) <= 4 for line in lines)
-    assert "4 of 9 pictures are left out" in done.stderr and done.stderr.count("are left out") == 1
+    assert "4 of 9 images are left out" in done.stderr and done.stderr.count("are left out") == 1
     assert "media (process 0)" in done.stderr and "media (process 1)" in done.stderr
     train(with_bad_ones, *flags, "--gradient_accumulation_steps", "2", out="one")
     caches = [

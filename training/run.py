@@ -22,7 +22,7 @@ from dataset.encoding import (
     read_unchanged,
     weights_identity,
 )
-from dataset.images import inspect_rows, read_picture
+from dataset.images import inspect_rows, read_image
 from dataset.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, describe_rows, read_datasets
 from dataset.report import draw_contact_sheet
 from runtime.errors import RefusedError, refuse_unreadable_model
@@ -225,7 +225,7 @@ class Data:
 def media_of(family):
     """Return the function that inspects rows of a dataset, and the one that reads the pixels of an item."""
     if not family.is_video:
-        return inspect_rows, read_picture
+        return inspect_rows, read_image
     from dataset.videos import inspect_clips, read_clip  # here: its libraries are slow to import
 
     return inspect_clips, read_clip

@@ -481,7 +481,7 @@ def test_unreadable_files_are_named(tmp_path):
         assert str(tmp_path / name) in str(info.value)
         with pytest.raises(RefusedError, match="^row 7"):
             open_image(tmp_path / name, "row 7")
-    with pytest.raises(RefusedError, match=r"embedded picture is not a picture that Pillow can read \(3 bytes\)"):
+    with pytest.raises(RefusedError, match=r"embedded image is not an image that Pillow can read"):
         open_image(b"abc")
     with pytest.raises(RefusedError, match=str(tmp_path)):
         open_image(tmp_path)
@@ -525,7 +525,7 @@ def test_names_with_another_ending_mean_nothing(tmp_path, file_format):
 )
 def test_other_kinds_of_files_are_refused_by_name(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(RefusedError, match=f"{name} is not a picture that Pillow can read"):
+    with pytest.raises(RefusedError, match=f"{name} is not an image that Pillow can read"):
         open_image(tmp_path / name)
 
 
@@ -535,9 +535,9 @@ HEIF = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)
 def other_media(folder):
     """Writes files that people take for images, each with a caption, and returns why each is no item of images."""
     raw = encode(Image.new("RGB", (16, 12)), "TIFF", tiffinfo={254: 1})
-    unread = "is not a picture that Pillow can read"
+    unread = "is not an image that Pillow can read"
     files = {
-        "a.heic": (HEIF, "is not a picture that Pillow can read (HEIF: save it as PNG or JPEG)."),
+        "a.heic": (HEIF, "is not an image that Pillow can read; save HEIF as PNG or JPEG."),
         "b.nef": (
             raw,
             "cannot be used: it is the raw data of a camera, behind a small preview; save it as PNG or JPEG.",
@@ -562,7 +562,7 @@ def test_other_media_are_bad_items_by_name(tmp_path):
     rows, sizing = read_rows(tmp_path), Sizing(64, 64, None, 16, 1)
     with pytest.raises(RefusedError) as info:
         inspect_rows(rows, sizing)
-    assert f"{len(expected)} of {len(rows)} pictures cannot be used" in str(info.value)
+    assert f"{len(expected)} of {len(rows)} images cannot be used" in str(info.value)
     for name, reason in expected.items():
         assert f"{name} {reason}" in str(info.value)
     items = inspect_rows(rows, sizing, on_bad_sample="skip")
@@ -616,7 +616,7 @@ def test_damaged_files_decode_or_are_refused(seed, num_changes, data):
     try:
         assert open_image(damaged).mode == "RGB"
     except RefusedError as error:
-        assert "embedded picture" in str(error)
+        assert "embedded image" in str(error)
 
 
 # Sizes
@@ -802,7 +802,7 @@ def test_all_bad_pictures_come_in_one_error(tmp_path):
     with pytest.raises(RefusedError) as info:
         inspect(read_rows(tmp_path))
     message = str(info.value)
-    assert message.startswith("9 of 15 pictures cannot be used:\n") and message.count("\n") == 10
+    assert message.startswith("9 of 15 images cannot be used:\n") and message.count("\n") == 10
     for name in [*names, "thin.png", *(f"more{n}.jpg" for n in range(5))]:
         assert f"  {name} (metadata.csv line " in message
     assert "thin.png (metadata.csv line 16): 2000x1 pixels: the shorter side" in message
@@ -819,5 +819,5 @@ def test_enlargement_is_reported(tmp_path, caplog):
     inspect(rows, max_pixels=1024**2)
     assert not caplog.text
     inspect(rows)
-    assert "7 pictures are enlarged more than 2 times:\n  0.png: 48x31 to 96x64, 2.1 times" in caplog.text
+    assert "7 images are enlarged more than 2 times:\n  0.png: 48x31 to 96x64, 2.1 times" in caplog.text
     assert "and 2 more" in caplog.text and "twice.png" not in caplog.text

@@ -30,7 +30,7 @@ def read_rows(path, **kwargs):
     record = {"id": "", "decision": "used", "source": {"size": [1, 1]}, "used": {"size": [1, 1]}}
     rows = metadata.read_rows(path, **kwargs)
     if rows:
-        inspect_each(rows, Inspector("pictures", lambda *_: None, "", lambda row, _: record))
+        inspect_each(rows, Inspector("images", lambda *_: None, "", lambda row, _: record))
     return rows
 
 
@@ -121,7 +121,7 @@ def test_a_second_link_to_a_folder_is_said(tmp_path, caplog):
 def test_two_texts_of_one_picture_are_refused(tmp_path):
     folder_of(tmp_path, {"a.jpg": "one", "b.jpg": "two"})
     write(tmp_path / "a.TXT", "other")
-    assert "a.jpg: it has more than one text: " in refused(tmp_path) and "1 of 2 pictures" in refused(tmp_path)
+    assert "a.jpg: it has more than one text: " in refused(tmp_path) and "1 of 2 images" in refused(tmp_path)
 
 
 def test_texts_beside_a_table_are_said(tmp_path, caplog):
@@ -269,7 +269,7 @@ def test_encodings_give_one_caption_from_metadata(tmp_path, name, encoding):
 def test_other_encodings_are_refused_by_file_and_byte(tmp_path):
     folder_of(tmp_path, {"a.jpg": "fine", "b.jpg": "it’s".encode("cp1252"), "c.jpg": "a café".encode("latin-1")})
     message = refused(tmp_path)
-    assert "2 of 3 pictures cannot be used" in message
+    assert "2 of 3 images cannot be used" in message
     assert "b.txt is not UTF-8 at byte 2 (0x92)" in message and "c.txt is not UTF-8 at byte 5 (0xe9)" in message
     write(tmp_path / "metadata.csv", "file_name,text\na.jpg,it’s\n", "cp1252")
     assert "metadata.csv is not UTF-8 at byte 23 (0x92)" in refused(tmp_path)
@@ -297,7 +297,7 @@ def test_missing_and_empty_captions_are_counted(tmp_path, caplog):
     folder_of(tmp_path, captions)
     message = refused(tmp_path)
     assert "1 found, 3 empty, 4 missing" in caplog.text
-    assert message.startswith("7 of 8 pictures cannot be used") and "--allow_missing_captions" in message
+    assert message.startswith("7 of 8 images cannot be used") and "--allow_missing_captions" in message
     assert message.split("\n")[1:-1] == [
         *(f"  {n}.jpg: caption missing" for n in range(4)),
         *(f"  {n}.jpg: caption empty" for n in range(4, 7)),
@@ -310,7 +310,7 @@ def test_missing_and_empty_captions_are_counted(tmp_path, caplog):
 
 def test_four_pictures_without_any_caption(tmp_path, caplog):
     folder_of(tmp_path, {f"{n}.jpg": None for n in range(4)})
-    assert "4 of 4 pictures cannot be used" in refused(tmp_path)
+    assert "4 of 4 images cannot be used" in refused(tmp_path)
     assert "0 found, 0 empty, 4 missing" in caplog.text
     caplog.clear()
     assert [row.caption for row in read_rows(tmp_path, allow_missing_captions=True)] == [""] * 4
@@ -460,7 +460,7 @@ def test_missing_files_are_all_counted(tmp_path):
     rows += [{"file_name": "n" * 5000, "text": "x"}]
     write(tmp_path / "metadata.json", json.dumps(rows))
     message = refused(tmp_path)
-    assert "16 of 17 pictures cannot be used" in message and len(message.splitlines()) == 18
+    assert "16 of 17 images cannot be used" in message and len(message.splitlines()) == 18
     assert "x0.jpg (metadata.json item 2): 'x0.jpg' names no file" in message
 
 
@@ -709,7 +709,7 @@ def test_problems_of_hugging_face_datasets(tmp_path):
     data, _ = picture_dataset(tmp_path / "source", ["one", None, ""])
     data.save_to_disk(tmp_path / "saved")
     message = refused(tmp_path / "saved")
-    assert "train/1 (train row 1 (p1.png)): caption missing" in message and "2 of 3 pictures" in message
+    assert "train/1 (train row 1 (p1.png)): caption missing" in message and "2 of 3 images" in message
     data.rename_column("image", "photo").save_to_disk(tmp_path / "photo")
     message = refused(tmp_path / "photo")
     assert "no media column (image)" in message and "'photo', 'text'" in message and "--media_column" in message
@@ -905,7 +905,7 @@ def test_rows_name_clips_and_folders(tmp_path, suffix, caplog):
     assert "2 files found under another spelling" in caplog.text
     # A row may name any file, but a folder only where folders are items.
     message = refused(tmp_path)
-    assert "1 of 4 pictures cannot be used" in message and "names no file" in message
+    assert "1 of 4 images cannot be used" in message and "names no file" in message
 
 
 def test_rows_that_name_no_folder_of_frames(tmp_path):
@@ -913,7 +913,7 @@ def test_rows_that_name_no_folder_of_frames(tmp_path):
         write(tmp_path / name)
     names = ["", ".", "a/..", "..", "../out", "/", str(tmp_path), "a/0", "nul\0", "\ud800", "n" * 5000]
     write(tmp_path / "dataset" / "metadata.json", json.dumps([{"file_name": name, "text": "x"} for name in names]))
-    with pytest.raises(RefusedError, match="11 of 11 pictures cannot be used"):
+    with pytest.raises(RefusedError, match="11 of 11 images cannot be used"):
         read_clips(tmp_path / "dataset")
     write_table(tmp_path / "dataset" / "metadata.json", ["file_name", "text"], [["./a/", "x"]])
     assert pairs(read_clips(tmp_path / "dataset")) == [("a", "x")]

@@ -317,7 +317,7 @@ def check(dataset):
                 assert (folder.name if dataset.suffix == ".txt" else Path(dataset.table).name) in message
             elif len(bad) == len(expected) or (bad and on_bad_sample == "error"):
                 counts = f"{len(bad)} of {len(expected)}" if on_bad_sample == "error" else f"All {len(bad)}"
-                assert f"{counts} pictures cannot be used:\n" in message
+                assert f"{counts} images cannot be used:\n" in message
                 for row, problems in bad:
                     # The name and where it was found, and in the same line why. Names can hold line ends.
                     name, spelling, why = re.escape(row.name), re.escape(row.spelling), "|".join(problems)

@@ -404,7 +404,7 @@ def test_all_bad_files_are_listed_and_the_rest_is_kept(mixed, capsys, caplog, me
         "3 of 5 items cannot be used:\n  clip.mp4 cannot be used: FFmpeg cannot decode its codec"
     )
     assert "\n  gone.png cannot be read: No such file" in message
-    assert "\n  sub/a b.png is not a picture that Pillow can read (10 bytes).\n" in message
+    assert "\n  sub/a b.png is not an image that Pillow can read.\n" in message
     assert "--on_bad_sample skip" in message
     assert f"kept in {kept_of(mixed / 'metadata.csv')}" in message
     assert not (mixed / "metadata.csv").exists()
@@ -420,7 +420,7 @@ def test_all_bad_files_are_listed_and_the_rest_is_kept(mixed, capsys, caplog, me
 def test_nothing_but_bad_files_is_refused(tmp_path):
     write_picture(tmp_path / "a.png").write_bytes(b"no picture")
     message = refused(tmp_path, "--on_bad_sample", "skip")
-    assert message.startswith("All 1 items cannot be used:\n  a.png is not a picture")
+    assert message.startswith("All 1 items cannot be used:\n  a.png is not an image")
     assert not (tmp_path / "metadata.csv").exists()
 
 
@@ -483,7 +483,7 @@ def test_the_script_itself(mixed):
     done = run("mixed", "--on_bad_sample", "skip", cwd=mixed.parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"2 images and 2 clips in {mixed / 'metadata.csv'}\n"
-    assert "1 of 5 items are left out:\n  bad.png is not a picture" in done.stderr
+    assert "1 of 5 items are left out:\n  bad.png is not an image" in done.stderr
 
 
 def test_help_comes_before_torch(tmp_path):
