@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one sentence, as all else is refused."""
+    """A parser that refuses in one sentence, like everything else here."""
 
     def error(self, message):
         raise RefusedError(message)
@@ -31,12 +31,12 @@ def parse_args(argv, *, description, values, resolve=True):
         description (`str`):
             Shown by `--help`.
         values (`dict[str, Any]`):
-            What differs between model families: the `flags` that not all have, the defaults of
-            `resolve_for_model` (or what the help text is to say of them), `timestep_sampling`, and the descriptions
-            `sigma_shift` and `dropped_caption`.
+            What differs between model families: the optional `flags` of this one, the defaults of
+            `resolve_for_model` (or what the help text says of them), the default `timestep_sampling`, and the
+            descriptions `sigma_shift`, `dropped_caption` and `described_negative_prompt`.
         resolve (`bool`):
-            False where defaults depend on the model, not only on the family; then `resolve_for_model` is to be
-            called as soon as the configs of the model are read.
+            False where defaults depend on the model, not only on the family: call `resolve_for_model` as soon as the
+            configs of the model are read.
 
     Returns:
         `argparse.Namespace`: Every flag with its final value.
@@ -50,7 +50,7 @@ def parse_args(argv, *, description, values, resolve=True):
     command_line = vars(_build_parser(description, flags).parse_args(argv))
     command_line = {name: flags[name].read(value) for name, value in command_line.items()}
     for settings in (*(read_config(path, flags) for path in command_line.get("config", ())), command_line):
-        # What comes later wins, also over what cannot stand beside it; None takes back.
+        # Later settings win, also over those that they exclude; None removes a setting.
         replaced = {rival for name, value in settings.items() if _is_on(value) for rival in _rivals(name, flags)}
         given = {name: value for name, value in given.items() if name not in replaced} | settings
         given = {name: value for name, value in given.items() if value is not None}
@@ -73,7 +73,7 @@ def parse_args(argv, *, description, values, resolve=True):
 
 
 def _check_names(argv, flags):
-    """Raise for the first flag that does not exist, or switch with a value, before anything else is checked."""
+    """Raise for the first unknown flag, or switch with a value, before anything else is checked."""
     known = {name: flag for name, flag in flags.items() if flag.kind is not STRUCTURE}
     for position, token in enumerate(argv):
         if not token.startswith("--") or token == "--help":
@@ -90,8 +90,8 @@ def _check_names(argv, flags):
 
 
 def _build_parser(description, flags):
-    # Flags that are not given are left out of the namespace: defaults are filled in afterwards, so that a flag which
-    # was given and has no effect can be told from a default.
+    # Flags that are not given stay out of the namespace: defaults are filled in later, so that a flag that was given
+    # and has no effect can be told from a default.
     required = " ".join(f"--{name} ..." for name, flag in flags.items() if flag.default is REQUIRED and not flag.needs)
     parser = Parser(
         usage=f"%(prog)s {required}",
@@ -125,7 +125,7 @@ def _is_on(value):
 
 
 def _rivals(name, flags):
-    """Return the flags that cannot be given together with a flag."""
+    """Return the names of the flags that cannot be given together with a flag."""
     return {*flags[name].excludes.split(), *(row.name for row in flags.values() if name in row.excludes.split())}
 
 
@@ -138,7 +138,7 @@ def _has_effect(flag, args):
 
 
 def _default(flag, args, given, flags):
-    """Return the value of a flag that is not given; without effect it has none."""
+    """Return the value of a flag that is not given: None, or a switch that is off, if it would have no effect."""
     if not _has_effect(flag, args) or any(_is_on(given.get(rival)) for rival in _rivals(flag.name, flags)):
         return False if flag.kind is SWITCH else None
     return flag.default(args) if callable(flag.default) else flag.default
@@ -154,7 +154,7 @@ def _refuse_missing(args, given, flags):
 
 
 def _refuse_without_effect(args, given, flags):
-    """Raise for combinations of flags of which one would be ignored."""
+    """Raise for a flag that would be ignored because of the others."""
     for flag in (flags[name] for name, value in given.items() if _is_on(value)):
         both = [flags[name].label for name in flag.excludes.split() if _is_on(given.get(name))]
         if both:
@@ -188,9 +188,9 @@ def check_length(args, num_steps, *, num_stages=1, num_samples=None):
 
     Args:
         args (`argparse.Namespace`): From `parse_args`.
-        num_steps (`int`): Optimizer steps over which the learning rate has its schedule.
-        num_stages (`int`): How often the run makes them, each time with another transformer.
-        num_samples (`int`, *optional*): That are trained in them; without it nothing is logged.
+        num_steps (`int`): Optimizer steps of the schedule of the learning rate.
+        num_stages (`int`): How often the run makes these steps, each time with another transformer.
+        num_samples (`int`, *optional*): Samples trained in these steps; without it nothing is logged.
 
     Raises:
         RefusedError: The learning rate would never be reached, or never fall.
@@ -299,7 +299,7 @@ def _check_sizes(args, divisor, is_video):
 
 
 def _check_choice(args, name, allowed):
-    """Raise unless a flag is given exactly where the model offers a choice, and is one of those `allowed`."""
+    """Raise unless a flag is one of those `allowed`, and is given only where there is a choice."""
     value = getattr(args, name)
     listed = ", ".join(allowed)
     if len(allowed) < 2:

@@ -9,14 +9,14 @@ from training.flags import BUDGET, KEY_VALUE, POSITIVE_INT, SHARE, SIZE, TRACKER
 
 
 def read_config(path, flags):
-    """Return the settings of one file by name; None stands for those that are taken back.
+    """Return the settings of one file by name, None for those that it removes.
 
     Args:
         path (`str`)
         flags (`dict[str, Flag]`): Of `flags_of`.
 
     Raises:
-        RefusedError: It cannot be read, or a key or a value is not allowed; with its line.
+        RefusedError: It cannot be read, or a key or value is not allowed; names the line.
     """
     content = _load(path, flags)
     if not isinstance(content, dict):
@@ -52,12 +52,12 @@ def _read_datasets(path, where, value, flags):
         given = {name: setting for name, setting in settings.items() if setting is not None}
         if "dataset_path" not in given:
             raise RefusedError(f"{where}dataset {number} has no dataset_path.")
-        datasets.append(dict.fromkeys(known) | {"dataset_repeat": 1} | given)
+        datasets.append(dict.fromkeys(known) | {"dataset_repeat": known["dataset_repeat"].default} | given)
     return datasets
 
 
 def _read_bucket_config(path, where, value):
-    """Return the sizes as written -> number of frames (`str`, as JSON has it) -> [share, batch size]."""
+    """Return the buckets: size as written -> number of frames (`str`, as in JSON) -> [share, batch size]."""
     if not isinstance(value, dict) or not value:
         raise RefusedError(f"{where}bucket_config must map sizes to frames to [share, batch size]; {_BUCKETS}.")
     buckets = {}
@@ -107,7 +107,7 @@ def _load(path, flags):
 
 
 def _read_record(text, flags):
-    """Return the arguments of a run from its run.json as a config file would hold them, or None for another text."""
+    """Return the arguments in a run.json as a config file would hold them, or None if the text is something else."""
     try:
         content = json.loads(text)
         if "versions" not in content or not isinstance(content["arguments"], dict):
@@ -116,7 +116,7 @@ def _read_record(text, flags):
         return None
     settings = json.loads(text, parse_int=str, parse_float=str, parse_constant=str)["arguments"]
     for name, flag in flags.items():
-        if flag.is_of_start:  # what was in its config files is there
+        if flag.is_of_start:  # the settings of its config files are among the arguments
             settings.pop(name, None)
         elif flag.kind in (SIZE, BUDGET) and (settings.get(name) or "").isdecimal():
             settings[name] += "B"
@@ -137,7 +137,7 @@ class _Mapping(dict):
 
 
 def _with_lines(yaml):
-    """Return a loader of texts, and None for an empty value, that refuses a key which stands twice."""
+    """Return a loader of texts, and None for an empty value, that refuses a key that is given twice."""
 
     class Loader(yaml.BaseLoader):
         def construct_scalar(self, node):
@@ -147,7 +147,7 @@ def _with_lines(yaml):
             mapping, lines = _Mapping(super().construct_mapping(node, deep)), {}
             for key, _ in node.value:
                 if key.value in lines:
-                    problem = f"the key {key.value!r} stands twice, before in line {lines[key.value]}"
+                    problem = f"the key {key.value!r} is given twice, first in line {lines[key.value]}"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 lines[key.value] = key.start_mark.line + 1
             mapping.lines = lines
@@ -157,16 +157,16 @@ def _with_lines(yaml):
 
 
 def _place(path, mapping, key):
-    """Return where a key stands, to begin a message with: the file and, in YAML, the line."""
+    """Return the place of a key, to begin a message with: the file and, in YAML, the line."""
     return f"{path}, line {mapping.lines[key]}: " if key in getattr(mapping, "lines", ()) else f"{path}: "
 
 
 def _problem_in_yaml(text, error):
-    """Return where a text is no YAML, and why, in one line."""
+    """Return in one line where and why a text is not YAML."""
     mark, context = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
     if mark is None:  # a character that YAML does not have
         line, column = text.count("\n", 0, error.position) + 1, error.position - text.rfind("\n", 0, error.position)
         return f"line {line}, column {column}: the character {chr(error.character)!r} is not allowed"
-    # What is not closed shows later only, at the next key or at the end.
+    # What is not closed shows only later, at the next key or at the end.
     within = f"{error.context} from line {context.line + 1} on, " if context and context.line < mark.line else ""
     return f"line {mark.line + 1}, column {mark.column + 1}: {within}{error.problem}"

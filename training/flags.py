@@ -11,7 +11,7 @@ import math
 import pathlib
 import re
 
-from dataset.settings import bucket_pixels
+from dataset.settings import DATASET_FLAGS, bucket_pixels
 from runtime.errors import RefusedError
 
 
@@ -20,14 +20,14 @@ from runtime.errors import RefusedError
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What the values of a flag are.
+    """The values that a flag can have.
 
     Args:
         convert (`Callable[[str], object]`): From the text of a value to the value; raises `ValueError`.
-        allowed (`str`): What is allowed, in words.
+        allowed (`str`): The allowed values, in words.
         unit (`str`): What `--help` shows for a value.
-        choices (`tuple[str]`): If there is a choice of words.
-        is_list (`bool`): Whether a value has parts with commas between them, in a config file a list.
+        choices (`tuple[str]`): The allowed values, if they are words.
+        is_list (`bool`): Whether a value has comma-separated parts, in a config file a list.
     """
 
     convert: collections.abc.Callable
@@ -76,7 +76,7 @@ def _key_value(text):
 
 
 def literal(value):
-    """Return what a text, or a list of texts in a config file, is in Python; true and false as YAML and JSON write."""
+    """Return the Python value of a text, or of a list of texts; true and false as in YAML."""
     if isinstance(value, list):
         return tuple(map(literal, value))
     try:
@@ -104,11 +104,11 @@ NON_NEGATIVE = _number(float, lambda value: 0 <= value < math.inf, "a finite num
 FRACTION = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 SHARE = _number(float, lambda value: 0 < value <= 1, "a number above 0 to 1")
 BELOW_ONE = _number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
-COUNTS = Kind(_counts, "whole numbers with commas between them, not all 0", "N,M", is_list=True)
+COUNTS = Kind(_counts, "comma-separated whole numbers, not all 0", "N,M", is_list=True)
 SIZE = Kind(_num_bytes, "a size with its unit, such as 24GiB or 512MB", "SIZE")
 BUDGET = Kind(lambda text: text if text == "auto" else _num_bytes(text), f"auto, or {SIZE.allowed}", "SIZE|auto")
-NAMES = Kind(_names, "names with commas between them", "NAME,NAME", is_list=True)
-TRACKERS = Kind(_trackers, "tensorboard, wandb, trackio, with commas between, or none", "NAME,NAME|none", is_list=True)
+NAMES = Kind(_names, "comma-separated names", "NAME,NAME", is_list=True)
+TRACKERS = Kind(_trackers, "tensorboard, wandb, trackio (comma-separated), or none", "NAME,NAME|none", is_list=True)
 KEY_VALUE = Kind(_key_value, "key=value", "KEY=VALUE")
 OPTIMIZER = Kind(_optimizer, "adamw, adamw_8bit, adafactor, prodigy, or the import path of a class", "NAME")
 TEXT = Kind(str, "text", "TEXT")
@@ -129,19 +129,18 @@ class Flag:
 
     Args:
         name (`str`), kind (`Kind`)
-        default: A value, a function of the flags given and the defaults before it, `BY_MODEL` or `REQUIRED`.
-        text (`str`): For `--help`; `{names}` are filled in by the family.
-        unit (`str`): Of a number, if not just N.
-        needs (`str`):
-            Other flags, or name=value: without one of them it has no effect (and no default), or is not required.
-        excludes (`str`): Other flags that cannot be given together with it; their defaults are gone with it.
-        may_change (`bool`): Whether a resumed run may have another value. Anything else would make it another run.
-        in_card (`bool`): Whether the model card shows it although it may change; it shows all that may not.
-        is_of_start (`bool`): Whether it is about this start of a run, so that a `run.json` does not hand it on.
-        is_repeatable (`bool`): Whether it can be given several times; in a config file a list.
-        is_optional (`bool`): Whether only some families have it, which name it in their values under "flags".
-        proof (`str`): The test that shows its effect, to inspect first.
-        elsewhere (`str`): What other trainers call it, or what has the same purpose there.
+        default: A value, a function of the other flags, `BY_MODEL` or `REQUIRED`.
+        text (`str`): For `--help`; the values of the family fill in `{names}`.
+        unit (`str`): Shown by `--help`, if not that of the kind.
+        needs (`str`): Other flags, or name=value. Without one of them it has no effect, no default, and is not required.
+        excludes (`str`): Other flags that cannot be given together with it, and then have no default.
+        may_change (`bool`): Whether a resumed run may have another value. Any other change would make it another run.
+        in_card (`bool`): Whether the model card shows it although it may change. It shows all that may not.
+        is_of_start (`bool`): Whether it concerns only this start of a run, so that reading a `run.json` skips it.
+        is_repeatable (`bool`): Whether it can be given several times, in a config file as a list.
+        is_optional (`bool`): Whether only those families have it that name it in their values under "flags".
+        proof (`str`): The test that shows its effect; there may be more.
+        elsewhere (`str`): What other trainers call it, or what serves its purpose there.
     """
 
     name: str
@@ -166,14 +165,14 @@ class Flag:
 
     @property
     def has_several(self):
-        """Whether its value is made of several, each converted alone."""
+        """Whether its value is a list whose items are converted one by one."""
         return self.is_repeatable or self.kind is KEY_VALUE
 
     def read(self, value, where=""):
-        """Return the value of the flag from its text, or from what a config file has: texts, lists and mappings.
+        """Return the value of the flag from its text, or from the texts, list or mapping in a config file.
 
         Raises:
-            RefusedError: It is not allowed; after `where`.
+            RefusedError: It is not allowed; the message begins with `where`.
         """
         if self.kind is KEY_VALUE and isinstance(value, dict):
             return [(name, literal(item)) for name, item in value.items()]
@@ -217,9 +216,9 @@ FLAGS = {
         Flag("training_mode", _choice("lora", "full"), "lora", "Train a LoRA, or all weights of the transformer.",
              proof="test_full_result_can_be_trained_on",
              elsewhere="lora_base_model trainable_models training_type network_module remove_prefix_in_ckpt"),
-        Flag("seed", SEED, 42, "Seed of everything that is drawn.", proof="test_flags_reach_the_clips",
+        Flag("seed", SEED, 42, "Seed of all random draws.", proof="test_flags_reach_the_clips",
              elsewhere="global_seed manual_seed"),
-        Flag("deterministic", SWITCH, False, "Deterministic kernels on CUDA; slower. A CPU always is deterministic.",
+        Flag("deterministic", SWITCH, False, "Deterministic kernels on CUDA; slower. A CPU is always deterministic.",
              may_change=True, proof="test_deterministic", elsewhere="use_deterministic_algorithms"),
     ),
     "LoRA": (
@@ -230,13 +229,13 @@ FLAGS = {
              proof="test_strength_rate_dropout_and_dtype", elsewhere="network_alpha linear_alpha alpha"),
         Flag("lora_dropout", BELOW_ONE, 0.0, "Dropout before each adapter. 0 is off.", needs="training_mode=lora",
              proof="test_strength_rate_dropout_and_dtype", elsewhere="network_dropout"),
-        Flag("lora_target_modules", NAMES, BY_MODEL, "Names of linear layers, with commas; the end of a full name is "
-             "enough. Default: {lora_target_modules}.", needs="training_mode=lora",
+        Flag("lora_target_modules", NAMES, BY_MODEL, "Comma-separated names of linear layers; the end of a full name "
+             "is enough. Default: {lora_target_modules}.", needs="training_mode=lora",
              proof="test_image_keys_need_not_be_adapted", elsewhere="target_modules lora_layers network_args"),
         Flag("lora_init_path", PATH, None, "LoRA file, or folder with one, whose weights the adapters start from. "
              "Default: none.", needs="training_mode=lora", may_change=True, in_card=True,
              proof="test_a_run_starts_from_the_lora_of_its_expert",
-             elsewhere="network_weights lora_checkpoint preset_lora_path init_from_existing"),
+             elsewhere="network_weights lora_checkpoint init_from_existing"),
         Flag("lora_dtype", _choice("bf16", "fp32"), "bf16", "Dtype of the saved file; training is in fp32.",
              needs="training_mode=lora", may_change=True, in_card=True, proof="test_strength_rate_dropout_and_dtype",
              elsewhere="save_precision save_dtype"),
@@ -257,7 +256,7 @@ FLAGS = {
              proof="test_refused_before_models_load", elsewhere="resolution"),
         Flag("width", POSITIVE_INT, BY_MODEL, "Width, a multiple of {divisor}. Default: {width}.", unit="PIXELS",
              proof="test_refused_before_models_load", elsewhere="resolution"),
-        Flag("max_pixels", POSITIVE_INT, None, "Instead of height and width: the shape of each item, with at most "
+        Flag("max_pixels", POSITIVE_INT, None, "Instead of height and width: keep each item's shape, with at most "
              "this many pixels. Default: off.", unit="PIXELS", excludes="height width", proof="test_sizes_under_a_cap",
              elsewhere="resolution resolutions"),
         Flag("aspect_buckets", NATURAL, lambda args: 9 if has_cap(args) else None, "Shapes from 1:2 to 2:1 under a "
@@ -269,14 +268,14 @@ FLAGS = {
         Flag("fps", POSITIVE, BY_MODEL, "Frames per second of the clips that are trained. Default: {fps}.",
              is_optional=True, proof="test_flags_reach_the_clips", elsewhere="target_fps"),
         Flag("clip_part", _choice("start", "middle", "random"), "start",
-             "Part of a longer clip that is used; random: one draw per clip, fixed by the seed.", is_optional=True,
+             "Which part of a longer clip is used; random: one draw per clip, fixed by the seed.", is_optional=True,
              proof="test_flags_reach_the_clips", elsewhere="frame_extraction"),
         Flag("task", _choice("t2v", "i2v"), None, "From text or from image to video. Required where a model does "
              "both: {tasks}.", is_optional=True, proof="test_refused_before_models_load"),
         Flag("train_batch_size", POSITIVE_INT, 1, "Samples per process and micro-batch.", unit="SAMPLES",
              may_change=True, in_card=True, proof="test_update_is_that_of_the_mean_over_the_global_batch",
              elsewhere="batch_size micro_batch_size_per_gpu per_device_train_batch_size"),
-        Flag("dataset_repeat", POSITIVE_INT, 1, "How often each item comes in one epoch.", may_change=True,
+        Flag("dataset_repeat", POSITIVE_INT, 1, "How often each item occurs in one epoch.", may_change=True,
              in_card=True, proof="test_several_datasets_with_repeats", elsewhere="repeats num_repeats"),
         Flag("dataloader_num_workers", NATURAL, 1, "Threads per process that load batches ahead. 0: a batch is "
              "loaded when needed.", unit="THREADS", may_change=True, proof="test_loaders_change_nothing_but_the_time",
@@ -284,9 +283,9 @@ FLAGS = {
         Flag("caption_dropout", FRACTION, 0.0, "Share of samples that are trained with {dropped_caption}. 0 is off.",
              proof="test_dropped_captions_change_nothing_else",
              elsewhere="caption_dropout_rate proportion_empty_prompts"),
-        Flag("on_bad_sample", _choice("error", "skip"), "error", "List all items that cannot be used and stop, or "
+        Flag("on_bad_sample", _choice("error", "skip"), "error", "Items that cannot be used: list them and stop, or "
              "train on the rest.", may_change=True, proof="test_skip_trains_on_the_rest"),
-        Flag("allow_missing_captions", SWITCH, False, "Train items without a caption with an empty one.",
+        Flag("allow_missing_captions", SWITCH, False, "Train items without a caption with an empty caption.",
              may_change=True, proof="test_missing_and_empty_captions_are_counted"),
         Flag("cache_dir", PATH, lambda args: str(pathlib.Path(args.output_dir) / "cache"),
              "Folder for encoded captions and media, which runs can share. Default: cache in the output_dir.",
@@ -302,15 +301,15 @@ FLAGS = {
              may_change=True, proof="test_same_bytes_when_the_inputs_are_really_parked",
              elsewhere="gradient_checkpointing_cpu_offload blocks_to_swap"),
         Flag("checkpoint_blocks", COUNTS, None,
-             "Only the first N blocks, with a flag above; one number for all block lists, or one each. Default: all "
-             "blocks.", needs="use_gradient_checkpointing use_gradient_checkpointing_offload", may_change=True,
+             "Number of blocks, from the first on, that a flag above is for; one for all block lists, or one each. "
+             "Default: all.", needs="use_gradient_checkpointing use_gradient_checkpointing_offload", may_change=True,
              proof="test_same_bytes_again_and_in_every_memory_mode"),
-        Flag("offload_buffer_size", SIZE, None, "Host memory per process for offloaded inputs; what finds it full "
-             "stays on the device. Default: what the plan offloads, if the host has as much free.",
+        Flag("offload_buffer_size", SIZE, None, "Host memory per process for offloaded inputs; when it is full, they "
+             "stay on the device. Default: what the plan offloads, if the host has that much free.",
              needs="use_gradient_checkpointing_offload", may_change=True, proof="test_a_full_buffer_changes_nothing"),
         Flag("memory_budget", BUDGET, None, "Instead of the flags above: the fastest plan that fits this device "
              "memory per process, or what is free (auto). Default: off.", excludes=_MANUAL_MEMORY, may_change=True,
-             proof="test_a_budget_makes_the_plan", elsewhere="blocks_to_swap low_vram"),
+             proof="test_a_budget_makes_the_plan", elsewhere="blocks_to_swap low_vram enable_model_cpu_offload"),
         Flag("dry_run", SWITCH, False, "Only forecast what the run will need, from configs alone, and check that it "
              "fits.", may_change=True, is_of_start=True, proof="test_a_dry_run_does_not_count_as_encoding"),
     ),
@@ -359,16 +358,16 @@ FLAGS = {
         Flag("expert", _choice("high_noise", "low_noise", "both"), None,
              "Which expert is trained; both: one after the other. Required where a model has two: {experts}.",
              is_optional=True, proof="test_both_experts_in_one_run_equal_two_runs"),
-        Flag("min_sigma", FRACTION, 0.0, "Lower end of the sigmas that are drawn. 0 is off.",
+        Flag("min_sigma", FRACTION, 0.0, "Lower end of the sigmas, from 0 to 1. 0 is off.",
              proof="test_sigmas_follow_the_flags", elsewhere="min_timestep min_timestep_boundary"),
-        Flag("max_sigma", FRACTION, 1.0, "Upper end of the sigmas that are drawn. 1 is off.",
+        Flag("max_sigma", FRACTION, 1.0, "Upper end of the sigmas, from 0 to 1. 1 is off.",
              proof="test_sigmas_follow_the_flags", elsewhere="max_timestep max_timestep_boundary"),
         Flag("loss_weighting", _choice("none", "sigma_sqrt", "cosmap"), "none",
              "Weight of each sample's loss by its sigma, as in diffusers' compute_loss_weighting_for_sd3.",
              proof="test_loss_weighting", elsewhere="weighting_scheme"),
         Flag("ema", SWITCH, False, "Keep an average of the trained weights in fp32, which is exported, previewed and "
              "validated.", proof="test_averaged_weights_are_previewed", elsewhere="use_ema"),
-        Flag("ema_decay", BELOW_ONE, 0.999, "Weight of the average before each step n, at most (1 + n) / (10 + n).",
+        Flag("ema_decay", BELOW_ONE, 0.999, "Weight of the old average at step n, at most (1 + n) / (10 + n).",
              needs="ema", proof="test_last_preview_is_what_the_stock_pipeline_samples"),
         Flag("offload_ema", SWITCH, False, "Keep the average in host memory: saves 4 bytes per weight, slows each "
              "step.", needs="ema", may_change=True, proof="test_training_is_the_same_with_and_without"),
@@ -378,10 +377,11 @@ FLAGS = {
     ),
     "saving": (
         Flag("output_dir", PATH, REQUIRED, "Folder for everything that the run leaves.", may_change=True,
-             proof="test_folder_that_cannot_be_written_is_refused", elsewhere="output_path training_folder outputs"),
-        Flag("checkpointing_steps", POSITIVE_INT, None, "Optimizer steps from one checkpoint to the next. Default: "
-             "off.", unit="STEPS", may_change=True, proof="test_checkpoints_total_limit",
-             elsewhere="save_every_n_steps save_steps save_every ckpt_every save_state"),
+             proof="test_folder_that_cannot_be_written_is_refused",
+             elsewhere="output_path output_name training_folder outputs"),
+        Flag("checkpointing_steps", POSITIVE_INT, None, "Optimizer steps between two checkpoints. Default: off.",
+             unit="STEPS", may_change=True, proof="test_checkpoints_total_limit",
+             elsewhere="save_every_n_steps save_every_n_epochs save_steps save_every ckpt_every save_state"),
         Flag("checkpoints_total_limit", POSITIVE_INT, None, "Keep only the newest N checkpoints. Default: all.",
              needs="checkpointing_steps", may_change=True, proof="test_checkpoints_total_limit",
              elsewhere="save_last_n_steps_state max_step_saves_to_keep"),
@@ -397,20 +397,20 @@ FLAGS = {
     "reporting": (
         Flag("report_to", TRACKERS, lambda args: [], "Trackers that also get the numbers and previews. Default: none.",
              may_change=True, proof="test_report_to", elsewhere="log_with"),
-        Flag("logging_steps", POSITIVE_INT, 10, "Optimizer steps from one line of the log to the next.", unit="STEPS",
+        Flag("logging_steps", POSITIVE_INT, 10, "Optimizer steps between two writes of the metrics.", unit="STEPS",
              may_change=True, proof="test_logging_steps", elsewhere="log_every log_every_n_steps steps_per_print"),
-        Flag("validation_prompt", TEXT, None,
-             "Prompt of a preview by the stock pipeline. Repeatable. Default: no previews.", may_change=True,
-             is_repeatable=True, proof="test_files_of_previews", elsewhere="sample_prompts validation_prompts"),
+        Flag("validation_prompt", TEXT, None, "Prompt of a preview; repeatable. Default: no previews.",
+             may_change=True, is_repeatable=True, proof="test_files_of_previews",
+             elsewhere="sample_prompts validation_prompts"),
         Flag("validation_image", PATH, None,
-             "First frame of the previews, for models from image to video; twice: first and last. Repeatable. "
-             "Default: none.", needs="validation_prompt", may_change=True, is_repeatable=True, is_optional=True,
+             "First frame of the previews, for image to video; given twice: first and last. Default: none.",
+             needs="validation_prompt", may_change=True, is_repeatable=True, is_optional=True,
              proof="test_last_preview_is_what_the_stock_pipeline_samples", elsewhere="validation_images"),
         Flag("validation_steps", POSITIVE_INT, None,
-             "Optimizer steps from one set of previews, and of losses of held-out items, to the next. Default: only "
-             "after the last.", unit="STEPS", needs=_PREVIEWS_OR_LOSS, may_change=True, proof="test_files_of_previews",
+             "Optimizer steps between two rounds of previews and losses of held-out items. Default: only after the "
+             "last step.", unit="STEPS", needs=_PREVIEWS_OR_LOSS, may_change=True, proof="test_files_of_previews",
              elsewhere="sample_every_n_steps sample_every validation_epochs eval_every_n_steps"),
-        Flag("validation_split", BELOW_ONE, 0.0, "Share of the items that is held out: not trained, its loss "
+        Flag("validation_split", BELOW_ONE, 0.0, "Share of the items that are not trained, but whose loss is "
              "measured at fixed sigmas and noise. 0 is off.", proof="test_what_is_held_out_is_not_trained"),
         Flag("negative_prompt", TEXT, BY_MODEL,
              "Negative prompt of the previews. Default: {described_negative_prompt}.", needs="validation_prompt",
@@ -426,12 +426,11 @@ FLAGS = {
              may_change=True, proof="test_validation_seed_changes_the_loss_only"),
     ),
     "files": (
-        Flag("config", PATH, None, "YAML file with the same keys as the flags, and datasets and bucket_config (see "
-             "README.md), or a run.json. Repeatable: a later file wins, and flags win over all. Default: none.",
+        Flag("config", PATH, None, "YAML file with the same keys as the flags, and datasets and bucket_config "
+             "(docs/data.md), or a run.json. Repeatable: later files win, flags win over all. Default: none.",
              may_change=True, is_of_start=True, is_repeatable=True, proof="test_a_run_again_from_its_run_json",
              elsewhere="config_file training_config dataset_config"),
-        Flag("datasets", STRUCTURE, None, "Several datasets.",
-             excludes="dataset_path dataset_metadata media_column caption_column dataset_repeat", may_change=True,
+        Flag("datasets", STRUCTURE, None, "Several datasets.", excludes=" ".join(DATASET_FLAGS), may_change=True,
              proof="test_several_datasets", elsewhere="dataset_config data_backend_config"),
         Flag("bucket_config", STRUCTURE, None, "Sizes, numbers of frames, shares and batch sizes.",
              excludes="height width max_pixels num_frames train_batch_size", proof="test_bucket_config",
@@ -454,11 +453,11 @@ def flags_of(values):
 
 
 def suggest(name, flags, prefix="--"):
-    """Return what to give instead of a flag that does not exist: what has its purpose here, or the nearest name.
+    """Return what to give instead of an unknown flag: the flags with its purpose, or the one with the nearest name.
 
     Args:
         name (`str`), flags (`dict[str, Flag]`)
-        prefix (`str`): Of the names in what is returned.
+        prefix (`str`): Put before each name.
     """
     same = [flag for flag in flags.values() if name.replace("-", "_").lower() in flag.elsewhere.split()]
     if same:

@@ -323,7 +323,7 @@ def test_memory_size_without_parking():
     [
         (
             "seed: 1\nlora_rank: 4\n\nseed: 2",
-            "config.yaml, line 4, column 1: the key 'seed' stands twice, before in line 1",
+            "config.yaml, line 4, column 1: the key 'seed' is given twice, first in line 1",
         ),
         (
             "seed: 1\n# more\nlora_rank:\t4\n\tx: 3",
@@ -432,8 +432,8 @@ def test_bucket_config(config):
         ("bucket_config: {100x64: {1: [1.0, 8]}}", "a side of 100x64 is 100; allowed are multiples of 16, such as 96"),
         ("bucket_config: {8px: {1: [1.0, 8]}}", "bucket_config: 8px is 64; allowed is at least 256"),
         ("bucket_config: {512px: {1: [1.0, 8], 01: [1.0, 4]}}", "512px has .*01"),
-        ("bucket_config:\n  512px: {1: [1.0, 8]}\n  512px: {1: [1.0, 4]}", "the key '512px' stands twice"),
-        ("lora_rank: 4\nlora_rank: 8", "the key 'lora_rank' stands twice"),
+        ("bucket_config:\n  512px: {1: [1.0, 8]}\n  512px: {1: [1.0, 4]}", "the key '512px' is given twice"),
+        ("lora_rank: 4\nlora_rank: 8", "the key 'lora_rank' is given twice"),
         ("bucket_confg: {}", "unknown key 'bucket_confg'; the nearest is bucket_config"),
     ],
 )
