@@ -132,7 +132,7 @@ class Flag:
         default: A value, a function of the other flags, `BY_MODEL` or `REQUIRED`.
         text (`str`): For `--help`; the values of the family fill in `{names}`.
         unit (`str`): Shown by `--help`, if not that of the kind.
-        needs (`str`): Other flags, or name=value. Without one of them it has no effect, no default, and is not required.
+        needs (`str`): Other flags, or name=value. Without one of them: no effect, no default, not required.
         excludes (`str`): Other flags that cannot be given together with it, and then have no default.
         may_change (`bool`): Whether a resumed run may have another value. Any other change would make it another run.
         in_card (`bool`): Whether the model card shows it although it may change. It shows all that may not.
