@@ -1,7 +1,6 @@
 """Config files: YAML with the keys of the flags, or the run.json of a run."""
 
 import json
-import pathlib
 
 from dataset.settings import DATASET_FLAGS, LINES, bucket_pixels, round_down_frames
 from runtime.errors import RefusedError
@@ -93,17 +92,15 @@ def _load(path, flags):
     """Return the content of a file. Values stay text, so that `no`, `1e-5` and `007` mean what they mean as flags."""
     import yaml
 
-    if not pathlib.Path(path).is_file():
-        raise RefusedError(f"--config: there is no file {path}.")
     try:
-        text = pathlib.Path(path).read_text(encoding="utf-8-sig")
-        record = _read_record(text, flags)
-        return (yaml.load(text, Loader=_with_lines(yaml)) or {}) if record is None else record
-    except UnicodeDecodeError as error:
-        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
-        raise RefusedError(f"--config: {path}, line {line}: the byte 0x{byte:02x} is not UTF-8.") from None
+        with open(path, "rb") as file:
+            record = _read_record(file.read(), flags)
+            file.seek(0)
+            return (yaml.load(file, Loader=_with_lines(yaml)) or {}) if record is None else record
+    except OSError as error:
+        raise RefusedError(f"--config {path} cannot be read: {error.strerror}.") from None
     except yaml.YAMLError as error:
-        raise RefusedError(f"--config: {path}, {_problem_in_yaml(text, error)}.") from None
+        raise RefusedError(f"--config: {' '.join(str(error).split())}.") from None
 
 
 def _read_record(text, flags):
@@ -159,14 +156,3 @@ def _with_lines(yaml):
 def _place(path, mapping, key):
     """Return the place of a key, to begin a message with: the file and, in YAML, the line."""
     return f"{path}, line {mapping.lines[key]}: " if key in getattr(mapping, "lines", ()) else f"{path}: "
-
-
-def _problem_in_yaml(text, error):
-    """Return in one line where and why a text is not YAML."""
-    mark, context = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
-    if mark is None:  # a character that YAML does not have
-        line, column = text.count("\n", 0, error.position) + 1, error.position - text.rfind("\n", 0, error.position)
-        return f"line {line}, column {column}: the character {chr(error.character)!r} is not allowed"
-    # What is not closed shows only later, at the next key or at the end.
-    within = f"{error.context} from line {context.line + 1} on, " if context and context.line < mark.line else ""
-    return f"line {mark.line + 1}, column {mark.column + 1}: {within}{error.problem}"

@@ -462,5 +462,5 @@ def suggest(name, flags, prefix="--"):
     same = [flag for flag in flags.values() if name.replace("-", "_").lower() in flag.elsewhere.split()]
     if same:
         meanings = [f"{prefix}{flag.name} ({flag.text.split('. ')[0].rstrip('.')})" for flag in same]
-        return f"here it is {' or '.join(meanings)}"
+        return f"here it is {', '.join(meanings)}"
     return f"the nearest is {prefix}{difflib.get_close_matches(name, flags, n=1, cutoff=0)[0]}"

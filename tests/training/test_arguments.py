@@ -323,49 +323,58 @@ def test_memory_size_without_parking():
     [
         (
             "seed: 1\nlora_rank: 4\n\nseed: 2",
-            "config.yaml, line 4, column 1: the key 'seed' is given twice, first in line 1",
+            "the key 'seed' is given twice, first in line 1 in \"FILE\", line 4, column 1.",
         ),
         (
             "seed: 1\n# more\nlora_rank:\t4\n\tx: 3",
-            "config.yaml, line 3, column 11: found character '\\t' that cannot",
+            'that cannot start any token in "FILE", line 3, column 11.',
         ),
-        ("seed: 1\n lora_rank: 4", "config.yaml, line 2, column 11: mapping values are not allowed here"),
+        ("seed: 1\n lora_rank: 4", 'mapping values are not allowed here in "FILE", line 2, column 11.'),
         (
             "a: b\nseed: [1, 2\nx: 3",
-            "config.yaml, line 3, column 2: while parsing a flow sequence from line 2 on, expected",
+            'while parsing a flow sequence in "FILE", line 2, column 7 expected',
         ),
         (
             "a: b\nseed: 'x\ny: 3\n",
-            "config.yaml, line 4, column 1: while scanning a quoted scalar from line 2 on, found",
+            'while scanning a quoted scalar in "FILE", line 2, column 7 found unexpected end',
         ),
-        ("seed: 1\nvariant: a\x07b", "config.yaml, line 2, column 11: the character '\\x07' is not allowed"),
+        (
+            "seed: 1\nvariant: a\x07b",
+            'special characters are not allowed in "FILE", position 18.',
+        ),
         (
             "seed: 1\n---\nseed: 2",
-            "config.yaml, line 2, column 1: expected a single document in the stream from line 1",
+            'expected a single document in the stream in "FILE", line 1',
         ),
-        ("seed: 1\n\nlora_rnak: 4", "config.yaml, line 3: unknown key 'lora_rnak'"),
-        ("seed: 1\nlora_rank: x", "config.yaml, line 2: --lora_rank is 'x'"),
-        ("seed: 1\nema: maybe", "config.yaml, line 2: --ema is 'maybe'"),
+        ("seed: 1\n\nlora_rnak: 4", "FILE, line 3: unknown key 'lora_rnak'"),
+        ("seed: 1\nlora_rank: x", "FILE, line 2: --lora_rank is 'x'"),
+        ("seed: 1\nema: maybe", "FILE, line 2: --ema is 'maybe'"),
         (
             "datasets:\n- dataset_path: a\n- dataset_path: b\n  dataset_pat: c",
-            "config.yaml, line 4: dataset 2: unknown",
+            "FILE, line 4: dataset 2: unknown",
         ),
-        ("datasets:\n- dataset_path: a\n- {dataset_repeat: 2}", "config.yaml, line 1: dataset 2 has no dataset_path"),
+        ("datasets:\n- dataset_path: a\n- {dataset_repeat: 2}", "FILE, line 1: dataset 2 has no dataset_path"),
         (
             "bucket_config:\n  64px: {1: [1, 1]}\n  65: {1: [1, 1]}",
-            "config.yaml, line 3: bucket_config: 65 has {'1': ['1', '1']}; allowed are sizes",
+            "FILE, line 3: bucket_config: 65 has {'1': ['1', '1']}; allowed are sizes",
         ),
-        ("bucket_config:\n  64px:\n    1: [1, 1]\n    2: [1, 1]", "config.yaml, line 2: bucket_config: 64px has"),
+        ("bucket_config:\n  64px:\n    1: [1, 1]\n    2: [1, 1]", "FILE, line 2: bucket_config: 64px has"),
     ],
 )
 def test_the_line_of_what_is_wrong_in_a_config_file(config, text, said):
-    message = refused(*config(text))
+    flags = config(text)
+    message = refused(*flags).replace(flags[1], "FILE")
     assert said in message and "\n" not in message, message
 
 
-def test_the_line_of_a_byte_that_is_no_text(tmp_path):
+def test_a_byte_order_mark_is_no_key(config):
+    assert parse(*config("\ufefflora_rank: 4\n")).lora_rank == 4
+
+
+def test_a_byte_that_is_no_text(tmp_path):
     (tmp_path / "config.yaml").write_bytes(b"seed: 1\nvariant: caf\xe9\n")
-    assert "config.yaml, line 2: the byte 0xe9 is not UTF-8" in refused("--config", str(tmp_path / "config.yaml"))
+    message = refused("--config", str(tmp_path / "config.yaml"))
+    assert 'unacceptable character #x00e9: invalid continuation byte in "' in message and "position 20" in message
 
 
 WITHOUT_DATASET = [*REQUIRED[:2], *REQUIRED[4:]]
@@ -457,7 +466,7 @@ def test_the_cache_is_in_the_output_folder(config):
 
 
 def test_missing_config_file():
-    assert "nowhere.yaml" in refused("--config", "nowhere.yaml")
+    assert "--config nowhere.yaml cannot be read: No such file" in refused("--config", "nowhere.yaml")
 
 
 # ---------------------------------------------------------------- the program
