@@ -8,7 +8,6 @@ import contextlib
 import os
 import pathlib
 
-import huggingface_hub
 import torch
 from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline, ModelMixin
@@ -19,6 +18,7 @@ from pipelines.weights import (
     check_tensors,
     check_text_model,
     digest_tensors,
+    find_folder,
     find_weights,
     read_files,
     read_tensors,
@@ -109,7 +109,7 @@ def check_weights(
         ValueError: It is cut short, a pointer of Git LFS, or of another model than the config says.
     """
     is_here = os.path.isdir(pretrained_model_name_or_path)
-    root = pretrained_model_name_or_path if is_here else _fetched_folder(pretrained_model_name_or_path, revision)
+    root = find_folder(pretrained_model_name_or_path, revision)
     digests = {}
     for part in _present(root, reads):
         with built_from(part):
@@ -156,7 +156,7 @@ def fetch_weights(parts, pretrained_model_name_or_path, reads, checked, *, trans
         OSError, ValueError: See `check_weights`.
     """
     folder, is_here = pretrained_model_name_or_path, os.path.isdir(pretrained_model_name_or_path)
-    if checked.keys() == set(_present(folder if is_here else _fetched_folder(folder, hub["revision"]), reads)):
+    if checked.keys() == set(_present(find_folder(folder, hub["revision"]), reads)):
         return checked
     if not is_here:
         unread = set(parts).difference(reads[1:] if transformer_path else reads)
@@ -170,20 +170,6 @@ def _present(folder, reads):
     """Return those of the parts `reads` that a pipeline has, which may do without an image encoder."""
     index = DiffusionPipeline.load_config(folder)
     return [part for part in reads if part != "image_encoder" or _class_of(index, part) is not None]
-
-
-def _fetched_folder(pretrained_model_name_or_path, revision):
-    """Return where what was fetched of a pipeline on the hub is.
-
-    Raises:
-        OSError: Nothing was.
-    """
-    index = huggingface_hub.try_to_load_from_cache(
-        pretrained_model_name_or_path, "model_index.json", revision=revision
-    )
-    if not isinstance(index, str):
-        raise OSError("its model_index.json is not among the files that were fetched")
-    return os.path.dirname(index)
 
 
 def _load_config(model_class, pretrained_model_name_or_path, subfolder="", *, revision=None):

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from runtime.files import refuse_pointer
+from runtime.hub import fetched_folder
 
 
 # What loaders cast to the dtype that they are asked for. Integers would be quantised weights.
@@ -24,6 +25,49 @@ _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.floa
 _UNREAD = re.compile(r"(^|\.)position_ids$|^visual_projection\.weight$")
 
 _NUM_SAMPLED = 2048
+_WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".msgpack", ".h5", ".onnx", ".pt", ".pth", ".ckpt", ".gguf")
+
+
+def find_folder(pretrained_model_name_or_path, revision=None):
+    """Return the folder of a pipeline: the path itself, or where a fetched one from the hub is.
+
+    Raises:
+        OSError: It is not on this machine.
+    """
+    if os.path.isdir(pretrained_model_name_or_path):
+        return str(pretrained_model_name_or_path)
+    folder = fetched_folder(pretrained_model_name_or_path, revision)
+    if folder is None:
+        raise OSError("its model_index.json is not among the files that were fetched")
+    return folder
+
+
+def weights_identity(pretrained_model_name_or_path, parts, digests, *, revision=None, variant=None):
+    """Return what tells parts of a pipeline from those of others, for keys of what they encode.
+
+    For a pipeline from the hub it is the commit: weights may be fetched later. For a folder it is `digests`, the sizes
+    of files of weights (which tell precisions apart), and the content of all other files.
+
+    Args:
+        parts (`tuple[str, ...]`): Such as `("text_encoder", "tokenizer")`.
+        digests (`dict[str, str]`): Of the weights of each part, from `loading.check_weights`.
+        revision, variant (`str`, *optional*): As `from_pretrained` takes them.
+
+    Returns:
+        `dict` of values that JSON takes.
+
+    Raises:
+        OSError: The pipeline is not on this machine.
+    """
+    root = pathlib.Path(find_folder(pretrained_model_name_or_path, revision))
+    if not os.path.isdir(pretrained_model_name_or_path):
+        return {"commit": root.name, "parts": list(parts), "variant": variant}
+    files = {}
+    for path in sorted(path for part in parts for path in (root / part).rglob("*") if path.is_file()):
+        is_weights = path.suffix.lower() in _WEIGHTS_SUFFIXES
+        content = path.stat().st_size if is_weights else hashlib.sha256(path.read_bytes()).hexdigest()
+        files[path.relative_to(root).as_posix()] = content
+    return {"files": files, "weights": [digests.get(part) for part in parts], "variant": variant}
 
 
 def read_tensors(file):
@@ -97,7 +141,7 @@ def read_files(files):
     tensors = {}
     for file in files:
         if not os.path.isfile(file):
-            raise ValueError(f"{file} is missing, which the index beside it names")
+            raise ValueError(f"{file} is missing, which the index next to it names")
         of_file = read_tensors(file)
         if twice := tensors.keys() & of_file:
             raise ValueError(f"{file} and another file of the same weights both hold {min(twice)}")

@@ -2,7 +2,7 @@
 
 import os
 
-from huggingface_hub import HfApi, errors, is_offline_mode
+from huggingface_hub import HfApi, errors, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.utils import validate_repo_id
 
 
@@ -13,6 +13,12 @@ def is_hub_id(text):
     except errors.HFValidationError:
         return False
     return True
+
+
+def fetched_folder(name, revision=None):
+    """Return where a pipeline from the hub is on this machine, a folder named by its commit; None if it is not."""
+    index = try_to_load_from_cache(name, "model_index.json", revision=revision)
+    return os.path.dirname(index) if isinstance(index, str) else None
 
 
 def why_not_on_hub(name, kind, revision=None):

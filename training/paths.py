@@ -4,10 +4,8 @@ import fnmatch
 import itertools
 import os
 
-from huggingface_hub import try_to_load_from_cache
-
 from runtime.errors import RefusedError
-from runtime.hub import is_hub_id, why_not_on_hub
+from runtime.hub import fetched_folder, is_hub_id, why_not_on_hub
 
 
 # What a run writes, replaces or deletes at the top of its output folder.
@@ -54,10 +52,9 @@ def check_paths(args):
     if os.path.isdir(model) and args.revision is not None:
         raise RefusedError(f"--revision has no effect with a folder ({model}); remove it, or give a hub id.")
     _check_folders(args, read)
-    if not os.path.isdir(model):
-        # In one request: the libraries would try for half a minute.
-        is_cached = isinstance(try_to_load_from_cache(model, "model_index.json", revision=args.revision), str)
-        if not is_cached and (problem := why_not_on_hub(model, "model", args.revision)):
+    # In one request: the libraries would try for half a minute.
+    if not os.path.isdir(model) and fetched_folder(model, args.revision) is None:
+        if problem := why_not_on_hub(model, "model", args.revision):
             raise RefusedError(f"--pretrained_model_name_or_path {model}: {problem}.")
 
 

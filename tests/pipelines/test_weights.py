@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from pipelines import loading, qwen_image, wan_video
-from pipelines.weights import digest_tensors, read_tensors
+from pipelines.weights import digest_tensors, read_tensors, weights_identity
 from runtime.files import refuse_pointer
 
 
@@ -417,7 +417,7 @@ def test_a_pipeline_on_the_hub(tiny_qwen_image, tmp_path, monkeypatch):
     snapshot = shutil.copytree(tiny_qwen_image, repo / "snapshots" / commit)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
-    monkeypatch.setattr(loading.huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     weights = snapshot / "vae" / "diffusion_pytorch_model.safetensors"
     content = weights.read_bytes()
     weights.unlink()
@@ -450,3 +450,39 @@ def test_a_pipeline_on_the_hub(tiny_qwen_image, tmp_path, monkeypatch):
     content = content[:-1]
     with pytest.raises(ValueError, match="cut short"):
         loading.fetch_weights(qwen_image.QwenImage.parts, "owner/tiny", reads, some, **hub)
+
+
+def test_encoders_are_told_by_their_weights_and_files(tiny_qwen_image, tmp_path):
+    def identity(model, parts=("vae", "tokenizer"), **kwargs):
+        return weights_identity(str(model), parts, check("qwen_image", model), **kwargs)
+
+    model = shutil.copytree(tiny_qwen_image, tmp_path / "elsewhere")
+    plain = identity(tiny_qwen_image)
+    assert identity(model) == plain == json.loads(json.dumps(plain)), "a copy elsewhere is the same encoder"
+    assert identity(model, ("vae",)) != plain != identity(model, variant="fp16")
+    for part, is_other in (("transformer", False), ("vae", True)):
+        path = model / part / "diffusion_pytorch_model.safetensors"
+        save_file({name: tensor * 1.01 for name, tensor in load_file(path).items()}, path)
+        assert (identity(model) != plain) == is_other, part
+    shutil.copytree(tiny_qwen_image / "vae", model / "vae", dirs_exist_ok=True)
+    assert identity(model) == plain
+    with open(model / "tokenizer" / "tokenizer_config.json", "a") as file:
+        file.write(" ")
+    assert identity(model) != plain
+
+
+def test_a_pipeline_from_the_hub_is_told_by_its_commit(tiny_qwen_image, tmp_path, monkeypatch):
+    repo, commit = tmp_path / "hub" / "models--owner--tiny", "0123456789abcdef0123456789abcdef01234567"
+    for name in (commit, commit[::-1]):
+        (repo / "snapshots" / name).mkdir(parents=True)
+        shutil.copy(tiny_qwen_image / "model_index.json", repo / "snapshots" / name)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    before = weights_identity("owner/tiny", ("vae",), {})
+    assert before == weights_identity("owner/tiny", ("vae",), {"vae": "fetched meanwhile"})
+    assert before != weights_identity("owner/tiny", ("text_encoder",), {})
+    (repo / "refs" / "main").write_text(commit[::-1])
+    assert before != weights_identity("owner/tiny", ("vae",), {})
+    with pytest.raises(OSError, match=r"model_index\.json is not among"):
+        weights_identity("owner/none", ("vae",), {})
