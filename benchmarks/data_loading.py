@@ -26,10 +26,9 @@ from PIL import Image
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from dataset.batches import BatchPlan, TrainingDataset, load_batches, plan_batches  # noqa: E402
+from dataset.batches import BatchPlan, Sample, TrainingDataset, load_batches, plan_batches  # noqa: E402
 from dataset.buckets import Sizing  # noqa: E402
 from dataset.cache import Cache, write_entry  # noqa: E402
-from dataset.encoding import read_sample  # noqa: E402
 from dataset.images import inspect_rows  # noqa: E402
 from dataset.metadata import read_rows  # noqa: E402
 from training.flow_matching import SigmaLaw  # noqa: E402
@@ -46,14 +45,13 @@ MEDIA = {
 
 def make_dataset(folder, name, num_items):
     """Write a cache of one model's shapes and return the `TrainingDataset` over it."""
-    cache, entries = Cache(folder), []
+    cache, samples = Cache(folder), []
     for n in range(num_items):
         paths = [cache.path(kind, {"model": name, "item": n}) for kind in ("captions", "media")]
         write_entry(paths[0], {"prompt_embeds": torch.randn(TEXT[name]).bfloat16()})
         write_entry(paths[1], {tensor: torch.randn(shape) for tensor, shape in MEDIA[name].items()})
-        entries.append(paths)
-    names = [str(n) for n in range(num_items)]
-    return TrainingDataset(names, entries, read_sample, [SigmaLaw()] * num_items, seed=0)
+        samples.append(Sample(str(n), tuple(paths), law=SigmaLaw()))
+    return TrainingDataset(samples)
 
 
 def python_work(num_rounds):

@@ -22,7 +22,7 @@ from diffusers import QwenImageTransformer2DModel
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from blockwise.log import NUM_WATCHED_STEPS, MemoryLog  # noqa: E402
-from dataset.batches import TrainingDataset, collate, plan_batches  # noqa: E402
+from dataset.batches import Sample, TrainingDataset, collate, plan_batches  # noqa: E402
 from dataset.inspection import Item  # noqa: E402
 from dataset.metadata import Row  # noqa: E402
 from pipelines.family import Stage  # noqa: E402
@@ -83,11 +83,11 @@ def main():
         }
         for _ in range(NUM_ITEMS)
     ]
-    names, entries = [str(n) for n in range(NUM_ITEMS)], [(n,) for n in range(NUM_ITEMS)]
-    laws = [SigmaLaw("logit_normal", 2.0)] * NUM_ITEMS
-    dataset = TrainingDataset(names, entries, lambda n: dict(samples[n]), laws, seed=0)
+    names, law = [str(n) for n in range(NUM_ITEMS)], SigmaLaw("logit_normal", 2.0)
+    of_items = [Sample(name, (n,), law=law) for n, name in enumerate(names)]
+    dataset = TrainingDataset(of_items, lambda n: dict(samples[n]))
     used = {"size": [LATENT_SIDE, LATENT_SIDE], "frames": 1}
-    items = [Item(Row(name, "", {}, name), {"id": name, "caption": "", "used": used}, None) for name in names]
+    items = [Item(Row(name, "", {}, name), {"id": name, "caption": "", "used": used}, {}) for name in names]
     ours, bare = [], []
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--pretrained_model_name_or_path - --dataset_path - --output_dir {folder} --training_mode full"

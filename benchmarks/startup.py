@@ -36,7 +36,7 @@ PHASES = {
     "configs, tokenizer": ("read_family", "find_optimizer"),
     "weights checked": ("check_weights", "fetch_weights", "check_base_of_lora", "check_same_weights"),
     "dataset": ("read_datasets", "inspect_rows", "plan_batches", "count_caption_tokens"),
-    "digests, cache": ("weights_identity", "plan_encodings"),
+    "digests, cache": ("encoder_identities", "EncodingPlan"),
     "forecast": ("plan_memory", "RunRecord"),
     "encoding": ("encode_missing", "encoded_dataset"),
     "transformer": ("load_transformer", "make_trainable"),

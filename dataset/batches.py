@@ -15,11 +15,14 @@ import itertools
 import json
 import logging
 import math
+import operator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dataset.buckets import bucket_key
+from dataset.cache import read_entry
 from dataset.draws import Draw
 from runtime.errors import RefusedError
 
@@ -30,13 +33,25 @@ logger = logging.getLogger(__name__)
 # Batches of one step have at most so many times the tokens of each other, as long as there are enough of them.
 _ALIKE = 1.25
 
+# Tensors of texts that a model takes padded, unless it states others.
+PADDED = ("prompt_embeds",)
+
+
+def read_sample(*paths):
+    """Return the tensors of a sample, which are in several entries of the cache."""
+    return functools.reduce(operator.or_, map(read_entry, paths))
+
+
+def _in_groups(entries, size):
+    return (entries[first : first + size] for first in range(0, len(entries), size))
+
 
 class BatchPlan:
     """The order of training, the same on every process: a function of the step.
 
     Args:
         sizes (`list[tuple]`):
-            For each item its size. Only items of equal size come into one micro-batch.
+            For each item its `Shape`, or whatever only those have in common that may come into one micro-batch.
         train_batch_size, dataset_repeat (`int`, or `list[int]` with one for each item):
             Items of one size with different batch sizes do not meet.
         num_processes, gradient_accumulation_steps, seed (`int`)
@@ -89,8 +104,7 @@ class BatchPlan:
         """
         epoch, place = divmod(step - 1, self.steps_per_epoch)
         batches = self._epoch(epoch)[0][place]
-        batches = batches + [[]] * (-len(batches) % self.num_processes)
-        return [batches[first : first + self.num_processes] for first in range(0, len(batches), self.num_processes)]
+        return list(_in_groups(batches + [[]] * (-len(batches) % self.num_processes), self.num_processes))
 
     def step(self, step):
         """Return the items of an optimizer step, counted from 1: for each position of the global batch an index."""
@@ -156,29 +170,26 @@ class BatchPlan:
             order = order.permutation(len(indices))
             # Each bucket lays its batches out over the epoch, one somewhere in each slot of its own length; sorted by
             # time they mix at random and yet keep every size in step with the others.
-            for first in range(0, len(indices), batch_size):
-                batch = [indices[place] for place in order[first : first + batch_size]]
-                timed.append(((first + jitter.random() * len(batch)) / len(indices), batch))
+            for n, places in enumerate(_in_groups(order, batch_size)):
+                batch = [indices[place] for place in places]
+                time = (n * batch_size + jitter.random() * len(batch)) / len(indices)
+                timed.append((time, sum(self.tokens[index] for index in batch), batch))
         timed.sort(key=lambda entry: entry[0])
 
-        def num_tokens(batch):
-            return sum(self.tokens[index] for index in batch)
-
         # Classes of batches of about equally many tokens, by the most of each, the heaviest first.
-        class_of, heaviest = {}, math.inf
-        for tokens in sorted({num_tokens(batch) for _, batch in timed}, reverse=True):
-            heaviest = tokens if tokens * _ALIKE < heaviest else heaviest
-            class_of[tokens] = heaviest
-        classes = {tokens: [] for tokens in class_of.values()}
-        for entry in timed:
-            classes[class_of[num_tokens(entry[1])]].append(entry)
+        class_of, heaviest, classes = {}, math.inf, {}
+        for tokens in sorted({tokens for _, tokens, _ in timed}, reverse=True):
+            heaviest = class_of[tokens] = tokens if tokens * _ALIKE < heaviest else heaviest
+            classes[heaviest] = []
+        for time, tokens, batch in timed:
+            classes[class_of[tokens]].append((time, batch))
 
         size, groups, rest = self.batches_per_step, [], []
         for alike in classes.values():
             whole = len(alike) // size * size
-            groups += [alike[first : first + size] for first in range(0, whole, size)]
+            groups += _in_groups(alike[:whole], size)
             rest += alike[whole:]
-        groups += [rest[first : first + size] for first in range(0, len(rest), size)]
+        groups += _in_groups(rest, size)
         groups.sort(key=lambda group: (len(group) < size, min(time for time, _ in group)))
         steps = [[batch for _, batch in group] for group in groups]
         counts = [sum(map(len, batches)) for batches in steps]
@@ -193,7 +204,7 @@ def plan_batches(args, items, num_processes, *, num_tokens, resumed, model, num_
         items (`list[Item]`): Those that are trained, which are batched by their size.
         num_processes (`int`)
         num_tokens (`Callable[[int, int, int], int]`): From height, width and frames to the tokens of a sample.
-        resumed (`dict`): State of the checkpoint to go on from, of `find_checkpoint`.
+        resumed (`dict`): State of the checkpoint to resume from, of `find_checkpoint`.
         model (`dict`): What the model is, for a checkpoint to know; values that JSON takes.
         num_stages (`int`): How often the run makes all those steps, each time with another transformer.
 
@@ -203,12 +214,12 @@ def plan_batches(args, items, num_processes, *, num_tokens, resumed, model, num_
     """
     keys = [bucket_key(item.record, args.train_batch_size) for item in items]
     batches = BatchPlan(
-        [key[:-1] for key in keys],
-        train_batch_size=[key[-1] for key in keys],
+        [shape for shape, _ in keys],
+        train_batch_size=[batch_size for _, batch_size in keys],
         num_processes=num_processes,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         dataset_repeat=[item.row.repeat for item in items],
-        tokens=[num_tokens(height, width, num_frames) for width, height, num_frames, _ in keys],
+        tokens=[num_tokens(shape.height, shape.width, shape.frames) for shape, _ in keys],
         seed=args.seed,
     )
     last_step = batches.last_step = args.max_train_steps or args.num_train_epochs * batches.steps_per_epoch
@@ -228,95 +239,116 @@ def plan_batches(args, items, num_processes, *, num_tokens, resumed, model, num_
     compared = ("samples_per_step", "samples_per_epoch", *split, "steps_per_epoch")
     batches.identity |= {name: getattr(batches, name) for name in compared}
     batches.identity |= {"num_processes": num_processes, "last_step": last_step}
-    if resumed["step"] == 0:
-        return batches
-    if resumed["step"] > num_stages * last_step:
-        raise RefusedError(
-            f"--resume_from_checkpoint: the checkpoint is at step {resumed['step']}, this run ends at step "
-            f"{num_stages * last_step}; raise --max_train_steps or --num_train_epochs."
+    if resumed["step"] > 0:
+        _check_resumed(args, batches.identity, compared, resumed, num_stages * last_step)
+    return batches
+
+
+def _check_resumed(args, identity, compared, resumed, end):
+    """Refuse a checkpoint that is past the end, or of a run with other batches, another dataset or another model."""
+    problem = None
+    differing = [name for name in compared if identity[name] != resumed.get(name)]
+    of_model = [key for key, before in resumed["model"].items() if identity["model"].get(key) != before]
+    if resumed["step"] > end:
+        problem = f"it is at step {resumed['step']}, this run ends at step {end}; raise the number of steps or epochs"
+    elif differing:
+        name = differing[0]
+        problem = (
+            f"this run has {identity[name]} {name.replace('_', ' ')}, that of the checkpoint had {resumed.get(name)}; "
+            "make processes x accumulation x batch size, and items x repeats, what they were"
         )
-    for name in compared:
-        if batches.identity[name] != resumed.get(name):
-            raise RefusedError(
-                f"--resume_from_checkpoint: this run has {batches.identity[name]} {name.replace('_', ' ')}, that of "
-                f"the checkpoint had {resumed.get(name)}; make them equal (a step has processes x accumulation "
-                "batches of the batch size, an epoch items x repeats)."
-            )
-    for key, before in resumed["model"].items():
-        if batches.identity["model"].get(key) != before:
-            raise RefusedError(
-                f"--resume_from_checkpoint: the model has {key} {batches.identity['model'].get(key)}, that of the "
-                f"checkpoint had {before}; it is another model."
-            )
-    if digest != resumed["dataset"]:
-        raise RefusedError(
-            "--resume_from_checkpoint: items, their order, files, captions, sizes or frames differ from those of the "
-            "checkpoint's run; resume with the dataset as it was, or start a new run with --lora_init_path."
+    elif of_model:
+        key = of_model[0]
+        problem = (
+            f"the model has {key} {identity['model'].get(key)}, that of the checkpoint had {resumed['model'][key]}"
         )
-    if last_step != resumed["last_step"]:
+    elif identity["dataset"] != resumed["dataset"]:
+        problem = (
+            "items, their order, files, captions, sizes or frames differ from those of its run; resume with the "
+            "dataset as it was, or start a new run with --lora_init_path"
+        )
+    if problem is not None:
+        raise RefusedError(f"--resume_from_checkpoint: the checkpoint cannot be continued: {problem}.")
+    if identity["last_step"] != resumed["last_step"]:
         logger.warning(
             "--resume_from_checkpoint: this run ends after step %d, that of the checkpoint was to end after %d; from "
             "here on the learning rate is that of --lr_scheduler %s over the new length",
-            *(last_step, resumed["last_step"], args.lr_scheduler),
+            *(identity["last_step"], resumed["last_step"], args.lr_scheduler),
         )
-    return batches
+
+
+class Sample(NamedTuple):
+    """Where an item is read from, and how it is noised.
+
+    Args:
+        id (`str`): Of its row.
+        entries (`tuple`): Arguments of `TrainingDataset.read`.
+        entries_without_caption (`tuple`): Those where its caption is dropped.
+        law (`SigmaLaw`): Of its sigma, which can depend on its size.
+    """
+
+    id: str
+    entries: tuple
+    entries_without_caption: tuple = ()
+    law: object = None
 
 
 class TrainingDataset(torch.utils.data.Dataset):
     """Samples of the cache, with what is drawn for a place in the training order.
 
     Args:
-        ids (`list[str]`):
-            Of the items.
-        entries (`list[tuple]`):
-            For each item the arguments of `read`.
+        samples (`list[Sample]`): Of the items.
         read (`Callable[..., dict[str, torch.Tensor]]`):
-            Returns `latents` (C, [F,] H, W) in fp32, `prompt_embeds` (L, J), and further tensors of which those of
-            items of one size have one shape.
-        laws (`list[SigmaLaw]`):
-            For each item the law of its sigma, which can depend on its size.
-        dropped_prompt_embeds (`torch.Tensor` of shape (L, J), *optional*):
-            Stands for the caption of samples whose caption is dropped.
+            Returns the tensors of a sample: `latents` (C, [F,] H, W) in fp32, and whatever else the encoders gave. All
+            but those that are padded have one shape in samples of one `Shape`.
+        padded (`tuple[str, ...]`): Those of (L, ...) that may differ in L, see `collate`.
         caption_dropout (`float`), seed (`int`)
     """
 
-    def __init__(self, ids, entries, read, laws, *, seed, caption_dropout=0.0, dropped_prompt_embeds=None):
-        self.ids, self.entries, self.read, self.laws = ids, entries, read, laws
-        self.seed, self.caption_dropout = seed, caption_dropout
-        self.dropped_prompt_embeds = dropped_prompt_embeds
+    def __init__(self, samples, read=read_sample, *, padded=PADDED, caption_dropout=0.0, seed=0):
+        self.samples, self.read, self.padded = samples, read, padded
+        self.ids = [sample.id for sample in samples]
+        self.caption_dropout, self.seed = caption_dropout, seed
 
     def __len__(self):
-        return len(self.entries)
+        return len(self.samples)
 
     def sigma(self, step, position, index):
         """Return the sigma (`float`) of the item `index` at a place in the training order."""
-        return Draw(self.seed, step, position).sigma(self.laws[index])
+        return Draw(self.seed, step, position).sigma(self.samples[index].law)
 
     def __getitem__(self, place):
         step, position, index = place
-        sample, draw = self.read(*self.entries[index]), Draw(self.seed, step, position)
-        if self.caption_dropout > 0 and draw.drops_caption(self.caption_dropout):
-            sample["prompt_embeds"] = self.dropped_prompt_embeds
-        sample["noise"] = draw.noise(sample["latents"].shape)
-        sample["sigmas"] = torch.tensor(self.sigma(step, position, index), dtype=torch.float32)
-        return sample
+        sample, draw = self.samples[index], Draw(self.seed, step, position)
+        is_dropped = self.caption_dropout > 0 and draw.drops_caption(self.caption_dropout)
+        tensors = self.read(*(sample.entries_without_caption if is_dropped else sample.entries))
+        tensors["noise"] = draw.noise(tensors["latents"].shape)
+        tensors["sigmas"] = torch.tensor(self.sigma(step, position, index), dtype=torch.float32)
+        return tensors
 
 
-def collate(samples):
-    """Stack samples of equal size; pad their captions with zeros, with a mask where there is padding.
+def collate(samples, padded=PADDED):
+    """Stack the tensors of samples of one `Shape`; pad texts with zeros, with a mask where there is padding.
+
+    Args:
+        samples (`list[dict[str, torch.Tensor]]`): From `TrainingDataset`.
+        padded (`tuple[str, ...]`): Names of tensors (L, ...) that may differ in L.
 
     Returns:
-        `dict` with `latents` and `noise` (B, C, [F,] H, W), `sigmas` (B,), `prompt_embeds` (B, L, J),
-        `prompt_embeds_mask`, (B, L) and False at padding, or None where every caption has the full length, and what
-        else the samples hold.
+        `dict` of what the samples hold, with a dimension (B, ...) in front. Each padded tensor has a mask, named
+        `prompt_embeds_mask` for `prompt_embeds`: (B, L) and False at padding, or None where all have the full length.
     """
-    batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0] if key != "prompt_embeds"}
-    embeds = [sample["prompt_embeds"] for sample in samples]
-    batch["prompt_embeds"] = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
-    lengths = torch.tensor([len(embed) for embed in embeds])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    # As the stock pipeline: no mask where nothing is padded, since attention without one is another kernel.
-    batch["prompt_embeds_mask"] = None if mask.all() else mask
+    batch = {}
+    for name in samples[0]:
+        tensors = [sample[name] for sample in samples]
+        if name not in padded:
+            batch[name] = torch.stack(tensors)
+            continue
+        batch[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+        lengths = torch.tensor([len(tensor) for tensor in tensors])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        # As the stock pipeline: no mask where nothing is padded, since attention without one is another kernel.
+        batch[f"{name}_mask"] = None if mask.all() else mask
     return batch
 
 
@@ -336,7 +368,7 @@ def load_batches(dataset, plan, *, process_index, steps, num_workers, pin_memory
     """
 
     def load(places):
-        batch = collate([dataset[place] for place in places])
+        batch = collate([dataset[place] for place in places], dataset.padded)
         if pin_memory:
             batch = {name: tensor if tensor is None else tensor.pin_memory() for name, tensor in batch.items()}
         return batch

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import statistics
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,13 +15,13 @@ from dataset.settings import bucket_pixels
 from runtime.errors import RefusedError
 
 
-# Beyond this most of a picture would be cropped away, or one side would be thinner than a token.
+# Beyond this most of an image would be cropped away, or one side would be thinner than a token.
 MAX_ASPECT_RATIO = 10
 
 
 @functools.lru_cache(maxsize=65536)
 def target_size(source_width, source_height, *, height, width, max_pixels, divisor):
-    """Chooses the size that a picture trains at.
+    """Chooses the size that an image trains at.
 
     With `max_pixels`: of the sizes under the cap and inside the source the largest of about its aspect, where one
     percent of error in aspect (which is cropped) weighs as much as ten percent of the pixels. A source side below
@@ -29,8 +30,8 @@ def target_size(source_width, source_height, *, height, width, max_pixels, divis
     Args:
         source_width: Width of the upright source in pixels.
         source_height: Height of the upright source in pixels.
-        height: Fixed height in pixels, not looked at with `max_pixels`.
-        width: Fixed width in pixels, not looked at with `max_pixels`.
+        height: Fixed height in pixels, not used with `max_pixels`.
+        width: Fixed width in pixels, not used with `max_pixels`.
         max_pixels: Cap on height x width, or None for the fixed size.
         divisor: Both sides are a multiple of it.
 
@@ -105,7 +106,7 @@ class Sizing:
     """Chooses the size, length and batch size of an item: by one rule for all of them, or by a bucket config.
 
     With a bucket config an item goes to the largest size of which it has all pixels, and there to the longest length
-    of which it has all frames; pictures only to length 1, and clips to no other than longer ones. Where it is not
+    of which it has all frames; images only to length 1, and clips only to longer ones. Where it is not
     among the share that a bucket takes, drawn once for each item and bucket, it is offered to the next smaller size.
 
     Args:
@@ -138,7 +139,7 @@ class Sizing:
         Args:
             item_id: Of its row.
             source_width, source_height: Upright, in pixels.
-            num_frames: How many it has at the rate of training; 1 is a picture.
+            num_frames: How many it has at the rate of training; 1 is an image.
 
         Returns:
             (height, width, most frames, batch size or None for that of the run), or why no bucket takes it.
@@ -166,7 +167,7 @@ class Sizing:
                 left_out.append(f"{share:g} of {name}")
                 continue
             return *fit(height=height, width=width, max_pixels=None if sides else pixels), length, batch_size
-        fit(height=0, width=0, max_pixels=None)  # what is refused everywhere is said so
+        fit(height=0, width=0, max_pixels=None)  # refuses what no size can take
         if left_out:
             return f"it is not among the share of bucket_config ({', '.join(left_out)})"
         listed = "; ".join(f"{name}: {', '.join(lengths)} frames" for name, lengths in self.bucket_config.items())
@@ -180,10 +181,33 @@ class Sizing:
         return nearest_shape(*source, max_pixels=max_pixels, divisor=self.divisor, num_shapes=self.aspect_buckets)
 
 
+class Shape(NamedTuple):
+    """What decides the shape of all tensors of a sample but padded ones: its sizes, in pixels and frames.
+
+    Args:
+        width, height, frames (`int`): Of the target.
+        files (`tuple`): Of each further role (role, ((width, height, frames), ...)).
+    """
+
+    width: int
+    height: int
+    frames: int
+    files: tuple = ()
+
+    def __str__(self):
+        further = [f" + {len(files)} {role}" for role, files in self.files]
+        return f"{self.width} x {self.height} x {self.frames}{''.join(further)}"
+
+
 def bucket_key(record, train_batch_size):
-    """Return what items of one micro-batch have in common: (width, height, frames, batch size)."""
+    """Return what items of one micro-batch have in common: their `Shape`, and the batch size (`int`)."""
+
+    def size(used):
+        return *used["size"], used["frames"]
+
     used = record["used"]
-    return *used["size"], used["frames"], used.get("batch_size") or train_batch_size
+    files = tuple((role, tuple(map(size, files))) for role, files in used.get("files", {}).items())
+    return Shape(*size(used), files), used.get("batch_size") or train_batch_size
 
 
 def describe_buckets(records, repeats, *, train_batch_size, tokens_per_sample):
@@ -192,7 +216,7 @@ def describe_buckets(records, repeats, *, train_batch_size, tokens_per_sample):
     Args:
         records (`list[dict]`): Of the items that are trained.
         repeats (`list[int]`): How often each comes in one epoch.
-        train_batch_size (`int`): Of buckets that do not say their own.
+        train_batch_size (`int`): Of buckets that do not state their own.
         tokens_per_sample (`Callable[[int, int, int], int]`): From height, width and frames to tokens of the model.
     """
     crops, samples = collections.defaultdict(list), collections.Counter()
@@ -204,12 +228,13 @@ def describe_buckets(records, repeats, *, train_batch_size, tokens_per_sample):
     lines = [
         row("bucket (w x h x frames)", "items", "per epoch", "batch", "batches", "tokens/batch", "crop", "at most")
     ]
-    for key in sorted(crops, key=lambda key: (key[0] * key[1] * key[2], key), reverse=True):
-        width, height, num_frames, batch_size = key
-        tokens = batch_size * tokens_per_sample(height, width, num_frames)
+    for key in sorted(crops, key=lambda key: (math.prod(key[0][:3]), key), reverse=True):
+        shape, batch_size = key
+        tokens = batch_size * tokens_per_sample(shape.height, shape.width, shape.frames)
         crop = [f"{share:.1%}" for share in (statistics.median(crops[key]), max(crops[key]))]
-        name, num_batches = f"{width} x {height} x {num_frames}", -(-samples[key] // batch_size)
-        lines.append(row(name, len(crops[key]), samples[key], batch_size, num_batches, tokens, *crop))
+        lines.append(
+            row(str(shape), len(crops[key]), samples[key], batch_size, -(-samples[key] // batch_size), tokens, *crop)
+        )
     everything = list(itertools.chain(*crops.values()))
     lines.append(
         f"  crop: share of a side that is cut off, median and most of each bucket; of all items "

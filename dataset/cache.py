@@ -1,17 +1,15 @@
 """What runs keep of a dataset between them: digests of its files, what was measured of them, and what encoders made.
 
-    CACHE_DIR/index-R.jsonl             lines that process R of any run added, the last of one key holds
-    CACHE_DIR/captions/ab/KEY.safetensors   embedding of one caption
-    CACHE_DIR/media/ab/KEY.safetensors      latents and conditions of one picture or clip
+    CACHE_DIR/index-R.jsonl                 lines that process R of any run added; the last of a key holds
+    CACHE_DIR/captions/ab/KEY.safetensors   what the text encoder made of one caption
+    CACHE_DIR/media/ab/KEY.safetensors      latents and conditions of one image or clip
 
-Everything is found by content: the key of an entry is the digest of all that its bytes depend on. So an entry is never
-stale, and two runs, or two datasets with a file in common, can share it. An entry is written beside and renamed: it is
-complete or absent.
+Everything is found by content: the key of an entry is the digest of all that its tensors depend on. So an entry is
+never stale, and two runs, or two datasets with a file in common, can share it. An entry is written under another name
+first, and renamed: it is complete or absent.
 """
 
-import ast
 import contextlib
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -25,8 +23,6 @@ import safetensors.torch
 from dataset.metadata import frame_names
 from runtime.errors import RefusedError
 
-
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Of files that changed more recently than this the times do not tell whether they change again.
 _SETTLED_NANOSECONDS = 2 * 10**9
@@ -45,22 +41,9 @@ def installed_version(package):
         return None
 
 
-@functools.cache
-def code_identity(paths, packages):
-    """Return the digest of what code does: of source files without their comments and docstrings, and of versions.
-
-    Args:
-        paths (`tuple[str, ...]`): Of Python files.
-        packages (`tuple[str, ...]`): Names of packages; that one is not installed counts, too.
-    """
-    trees = []
-    for path in paths:
-        tree = ast.parse(pathlib.Path(path).read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-                node.body = node.body[1:]
-        trees.append(ast.dump(tree))
-    return digest_of([trees, {name: installed_version(name) for name in packages}])
+def installed_versions(packages):
+    """Return {package: version}, None for one that is not installed."""
+    return {package: installed_version(package) for package in packages}
 
 
 class Cache:
@@ -76,14 +59,14 @@ class Cache:
 
     def __init__(self, folder, process_index=0):
         self.folder = pathlib.Path(folder)
-        self._files, self._measured, self._items = {}, {}, {}
+        self._files, self._measured = {}, {}
         self._lock = threading.Lock()
         self._own_index, self._index = self.folder / f"index-{process_index}.jsonl", None
         for path in sorted(self.folder.glob("index-*.jsonl")):
             self._read_index(path)
 
     def _read_index(self, path):
-        kinds = {"file": self._files, "measured": self._measured, "made": self._items}
+        kinds = {"file": self._files, "measured": self._measured}
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
@@ -125,7 +108,7 @@ class Cache:
     # ---- media
 
     def digest(self, content):
-        """Return the digest of a file's bytes, of those of a folder's pictures, or of bytes.
+        """Return the digest of a file's bytes, of those of a folder's images, or of bytes.
 
         A file is read only if its size, times or place on the disk differ from when it was read last.
         """
@@ -153,27 +136,12 @@ class Cache:
             self._add("measured", key, self._measured[key])
         return self._measured[key]
 
-    def last_parts(self, name):
-        """Return the parts of the key that an item had when it was last encoded, or None."""
-        return self._items.get(name)
-
-    def note_parts(self, name, parts):
-        """Remember the parts of the key with which an item was encoded."""
-        if parts != self._items.get(name):
-            self._items[name] = parts
-            self._add("made", name, parts)
-
     # ---- entries
 
     def path(self, kind, parts):
         """Return where the entry of a kind (`"captions"`, `"media"`) is whose key has these parts."""
         key = digest_of(parts)
         return self.folder / kind / key[:2] / f"{key}.safetensors"
-
-    @property
-    def holds_entries(self):
-        """Whether anything was encoded into it yet."""
-        return any((self.folder / kind).is_dir() for kind in ("captions", "media"))
 
     def remove_leftovers(self):
         """Remove what killed runs left unfinished; what runs write at this moment is younger."""
@@ -185,7 +153,7 @@ class Cache:
 
 
 def is_complete(path):
-    """Tell whether an entry is there, with as many bytes as its header says."""
+    """Tell whether an entry is there, with as many bytes as its header states."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -204,15 +172,15 @@ def write_entry(path, tensors):
         tensors (`dict[str, torch.Tensor]`): On the CPU.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

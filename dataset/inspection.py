@@ -1,8 +1,9 @@
-"""Looks at every item once before anything expensive happens: what it is, at which size it trains, or why it cannot.
+"""Inspects every item once before anything expensive happens: what it is, at which size it trains, or why it cannot.
 
 What decoding found is kept in the cache by the content of the file, so that only new and changed files are decoded.
 """
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from tqdm.auto import tqdm
 
 from dataset.buckets import cropped_share
-from dataset.cache import code_identity
+from dataset.cache import digest_of, installed_versions
 from dataset.metadata import Row, first_five
 from runtime.errors import RefusedError
 from runtime.processes import gather_from_all
@@ -20,35 +21,51 @@ from runtime.processes import gather_from_all
 
 logger = logging.getLogger(__name__)
 
-# What decides what a decoder makes of a file.
-_DECODER_FILES = tuple(
-    os.path.join(os.path.dirname(__file__), name) for name in ("colours.py", "images.py", "videos.py")
-)
-_DECODER_PACKAGES = ("pillow", "av", "numpy")
+# What decoding depends on in addition to the file. Raise the number when files are decoded to other pixels or times.
+DECODING = {"version": 1} | installed_versions(("pillow", "av", "numpy"))
 
 
 class Item(NamedTuple):
-    """A row that was looked at.
+    """A row that was inspected.
 
     Args:
         row: The row.
         record: Its line of dataset.jsonl, a dict.
-        digest: Of the file's bytes; None without a cache, or where the file cannot be used.
+        digests: Of the bytes of its files, by role; none without a cache, or where a file cannot be used.
     """
 
     row: Row
     record: dict
-    digest: str | None
+    digests: dict[str, tuple[str, ...]]
+
+    @property
+    def digest(self):
+        """That of all its files: of one alone its own, None without any."""
+        (digest,) = self.digests.get("target", (None,))
+        return digest if len(self.digests) < 2 else digest_of(self.digests)
+
+    def files(self, role):
+        """Returns for each file of a role a row with it as target, its digest, and how it is used (size, frames)."""
+        used = self.record["used"]
+        return [
+            (dataclasses.replace(self.row, media={"target": (file,)}), digest, used_file)
+            for file, digest, used_file in zip(
+                self.row.media.get(role, ()),
+                self.digests.get(role, ()),
+                [used] if role == "target" else used.get("files", {}).get(role, ()),
+                strict=True,
+            )
+        ]
 
 
 class Inspector(NamedTuple):
-    """How items of one kind are looked at.
+    """How items of one kind are inspected.
 
     Args:
         what: What they are, in the plural.
         measure: From a file or bytes, and its name in messages, to what decoding finds: a value that JSON takes.
-        measured_as: What that depends on beside the file.
-        decide: From a row and that value to the record.
+        measured_as: What that depends on in addition to the file.
+        decide: From a row and that value of its target to the record.
         max_threads: Of each process.
     """
 
@@ -57,11 +74,6 @@ class Inspector(NamedTuple):
     measured_as: str
     decide: Callable
     max_threads: int | None = None
-
-
-def decoder_identity():
-    """Returns the digest of what decoding depends on beside the file."""
-    return code_identity(_DECODER_FILES, _DECODER_PACKAGES)
 
 
 def dropped_record(row, source, reason=None):
@@ -76,15 +88,34 @@ def dropped_record(row, source, reason=None):
     return record | {"decision": "dropped", "reason": reason}
 
 
-def inspect_each(rows, inspector, *, on_bad_sample="error", cache=None, accelerator=None):
-    """Looks at every row, says which are bad, and which are enlarged a lot.
+def like_target(role, measured, used):
+    """Returns how a further file of an item is used: as the target, at its size and, of a clip, with the same frames.
+
+    Args:
+        role: Of the file.
+        measured: What decoding found in it.
+        used: How the target is used.
+    """
+    num_frames = measured.get("num_frames", 1)
+    if num_frames == 1:
+        return {"size": used["size"], "frames": 1}
+    if num_frames <= max(used["source_frames"]):
+        raise RefusedError(
+            f"its {role} has {num_frames} frames, and the target is used up to {used['source_frames'][-1]}."
+        )
+    return {name: used[name] for name in ("size", "frames", "source_frames")}
+
+
+def inspect_each(rows, inspector, *, on_bad_sample="error", cache=None, accelerator=None, use_file=None):
+    """Inspects every row, and logs which are bad, and which are enlarged a lot.
 
     Args:
         rows: A list of rows.
         inspector: How.
         on_bad_sample: "error", or "skip" to drop what cannot be used.
         cache: A `Cache`, or None to decode all.
-        accelerator: Each of its processes looks at a part, and all get the same result; None for one process.
+        accelerator: Each of its processes inspects a part, and all get the same result; None for one process.
+        use_file: How further files of an item are used; by default `like_target`.
 
     Returns:
         A list of `Item` in the order of the rows.
@@ -96,7 +127,6 @@ def inspect_each(rows, inspector, *, on_bad_sample="error", cache=None, accelera
         raise RefusedError("The dataset has no items.")
     rank, num_processes = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     share = rows[rank::num_processes]
-    look = _decoded if cache is None else _cached(cache, inspector.measured_as)
     # Threads: Pillow and FFmpeg decode without holding Python's lock.
     # By the handful in large datasets, where most of what there is to do for a row may be to hand it to a thread.
     handful = 1 if len(share) < 1000 else 32
@@ -105,9 +135,11 @@ def inspect_each(rows, inspector, *, on_bad_sample="error", cache=None, accelera
     results = []
     with (
         ThreadPoolExecutor(inspector.max_threads) as pool,
-        tqdm(total=len(share), desc=f"looking at {inspector.what}", disable=not shown) as bar,
+        tqdm(total=len(share), desc=f"inspecting {inspector.what}", disable=not shown) as bar,
     ):
-        for done in pool.map(lambda rows: [_inspect(row, inspector, look) for row in rows], handfuls):
+        for done in pool.map(
+            lambda rows: [_inspect(row, inspector, cache, use_file or like_target) for row in rows], handfuls
+        ):
             results += done
             bar.update(len(done))
     if num_processes > 1:
@@ -118,78 +150,78 @@ def inspect_each(rows, inspector, *, on_bad_sample="error", cache=None, accelera
     return items
 
 
-def _inspect(row, inspector, look):
-    """Returns the record of a row, the digest of its file, and what is wrong with it or None."""
-    digest = None
+def _inspect(row, inspector, cache, use_file):
+    """Returns the record of a row, the digests of its files, and what is wrong with it or None."""
+    digests, measured = {}, {}
     try:
         if row.problem is not None:
             raise RefusedError(row.problem)
-        digest, measured = look(row, inspector.measure)
-        return inspector.decide(row, measured), digest, None
+        for role in row.media:
+            found = []
+            for place, content in enumerate(row.contents(role), 1):
+                name = row.name if role == "target" else f"{row.name}: file {place} of its {role}"
+                found.append(_measure(content, name, inspector, cache))
+            digests[role], measured[role] = zip(*found, strict=True)
+        record = inspector.decide(row, measured.pop("target")[0])
+        if measured and record["used"] is not None:
+            record["used"]["files"] = {
+                role: [use_file(role, of_file, record["used"]) for of_file in files]
+                for role, files in measured.items()
+            }
+        return record, {} if cache is None else digests, None
     except RefusedError as error:
         text = str(error)
         record = dropped_record(row, None, text.removeprefix(row.name).lstrip(": "))
         named = text.startswith((f"{row.name} ", f"{row.name}:"))
-        return record, digest, text if named else f"{row.name}: {text}"
+        return record, {}, text if named else f"{row.name}: {text}"
 
 
-def _decoded(row, measure):
-    return None, measure(row.content, row.name)
+def _measure(content, name, inspector, cache):
+    """Returns the digest of a file, None without a cache, and what decoding finds in it."""
+    if cache is None:
+        return None, inspector.measure(content, name)
+    try:
+        digest = cache.digest(content)
+    except OSError as error:
+        raise RefusedError(f"{name} cannot be read: {error.strerror}.") from error
+    key = f"{digest} {suffix(content)} {inspector.measured_as} {DECODING}"
+    return digest, cache.measured(key, lambda: inspector.measure(content, name))
 
 
-def _cached(cache, measured_as):
-    identity = decoder_identity()  # here, and not in the threads: Python 3.11 cannot parse code in several at a time
-
-    def look(row, measure):
-        content = row.content
-        try:
-            digest = cache.digest(content)
-        except OSError as error:
-            raise RefusedError(f"{row.name} cannot be read: {error.strerror}.") from error
-        # The name ends in what tells the kinds of files apart.
-        suffix = "" if isinstance(content, bytes) else os.path.splitext(content)[1].lower()
-        key = f"{digest} {suffix} {measured_as} {identity}"
-        return digest, cache.measured(key, lambda: measure(content, row.name))
-
-    return look
+def suffix(file):
+    """Returns the ending of a file's name, which tells kinds of files apart; that of embedded ones is empty."""
+    return os.path.splitext(file)[1].lower() if isinstance(file, os.PathLike) else ""
 
 
 def _judge(items, marks, what, on_bad_sample):
     bad = [problem for problem in marks if problem]
+    listing = "".join(f"\n  {problem}" for problem in bad)
+    if bad and on_bad_sample == "error":
+        captions = any(problem.endswith(("caption missing", "caption empty")) for problem in bad)
+        hint = " --allow_missing_captions trains items without a caption on an empty one." if captions else ""
+        raise RefusedError(
+            f"{len(bad)} of {len(items)} {what} cannot be used:{listing}\n"
+            f"Repair or remove them, or leave them out by --on_bad_sample skip.{hint}"
+        )
+    if len(bad) == len(items):
+        raise RefusedError(f"All {len(items)} {what} cannot be used:{listing}")
     if bad:
-        listing = "\n".join(f"  {problem}" for problem in bad)
-        if on_bad_sample == "error":
-            captions = any(problem.endswith(("caption missing", "caption empty")) for problem in bad)
-            hint = " --allow_missing_captions trains items without a caption on an empty one." if captions else ""
-            raise RefusedError(
-                f"{len(bad)} of {len(items)} {what} cannot be used:\n{listing}\n"
-                f"Mend or remove them, or leave them out by --on_bad_sample skip.{hint}"
-            )
-        if len(bad) == len(items):
-            raise RefusedError(f"All {len(items)} {what} cannot be used:\n{listing}")
-        logger.warning("--on_bad_sample skip: %d of %d %s are left out:\n%s", len(bad), len(items), what, listing)
+        logger.warning("--on_bad_sample skip: %d of %d %s are left out:%s", len(bad), len(items), what, listing)
 
-    dropped = [
-        f"{record['id']}: {record['reason']}"
-        for (_, record, _), is_bad in zip(items, marks, strict=True)
-        if record["decision"] == "dropped" and not is_bad
-    ]
+    notes = {"are dropped": [], "are enlarged more than 2 times": [], "lose more than a quarter of a side": []}
+    dropped, enlarged, cropped = notes.values()
+    for (_, record, _), problem in zip(items, marks, strict=True):
+        if record["decision"] == "dropped":
+            dropped += [] if problem else [f"{record['id']}: {record['reason']}"]
+            continue
+        source, used = record["source"]["size"], record["used"]["size"]
+        change = f"{record['id']}: {source[0]}x{source[1]} to {used[0]}x{used[1]}"
+        scale, share = max(used[0] / source[0], used[1] / source[1]), cropped_share(source, used)
+        enlarged += [f"{change}, {scale:.1f} times"] if scale > 2 else []
+        cropped += [f"{change}, {share:.0%}"] if share > 0.25 else []
     if len(dropped) + len(bad) == len(items):
         listing = "\n".join(f"  {line}" for line in (*bad, *dropped))
         raise RefusedError(f"All {len(items)} {what} are dropped:\n{listing}")
-    if dropped:
-        logger.warning("%d of %d %s are dropped:\n%s", len(dropped), len(items), what, first_five(dropped))
-    enlarged, cropped = [], []
-    for _, record, _ in items:
-        if record["decision"] == "used":
-            source, used = record["source"]["size"], record["used"]["size"]
-            change = f"{record['id']}: {source[0]}x{source[1]} to {used[0]}x{used[1]}"
-            scale, share = max(used[0] / source[0], used[1] / source[1]), cropped_share(source, used)
-            if scale > 2:
-                enlarged.append(f"{change}, {scale:.1f} times")
-            if share > 0.25:
-                cropped.append(f"{change}, {share:.0%}")
-    if enlarged:
-        logger.warning("%d %s are enlarged more than 2 times:\n%s", len(enlarged), what, first_five(enlarged))
-    if cropped:
-        logger.warning("%d %s lose more than a quarter of a side:\n%s", len(cropped), what, first_five(cropped))
+    for note, names in notes.items():
+        if names:
+            logger.warning("%d of %d %s %s:\n%s", len(names), len(items), what, note, first_five(names))

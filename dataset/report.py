@@ -1,4 +1,4 @@
-"""What a dataset becomes, said before it is trained on: in lines, and as a sheet of the first samples."""
+"""Describes how a dataset is used, before it is trained on: in lines, and as a sheet of the first samples."""
 
 import collections
 import pathlib
@@ -9,7 +9,6 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from dataset.buckets import describe_buckets
-from dataset.metadata import first_five
 
 
 _SHEET_SAMPLES, _SHEET_COLUMNS = 64, 8
@@ -17,7 +16,7 @@ _CELL, _CAPTION_LINES = 224, 4
 
 
 def describe_data(args, items, batches, *, num_tokens, cache_bytes):
-    """Return what becomes of the dataset in lines, for a person.
+    """Return lines on how the dataset is used, for a person.
 
     Args:
         args (`argparse.Namespace`)
@@ -28,12 +27,8 @@ def describe_data(args, items, batches, *, num_tokens, cache_bytes):
     """
     used = [item for item in items if item.record["decision"] == "used"]
     lines = [f"{len(used)} of {len(items)} items are used"]
-    reasons = collections.defaultdict(list)
-    for item in items:
-        if item.record["decision"] == "dropped":
-            reasons[item.record["reason"]].append(item.row.name)
-    for reason, names in sorted(reasons.items(), key=lambda entry: -len(entry[1])):
-        lines.append(f"  {len(names)} dropped: {reason}\n{first_five(names)}")
+    reasons = collections.Counter(item.record["reason"] for item in items if item.record["decision"] == "dropped")
+    lines += [f"  {count} dropped: {reason}" for reason, count in reasons.most_common()]
     clips = [item.record for item in used if "source_frames" in item.record["used"]]
     if clips:
         kept = sum(len(set(record["used"]["source_frames"])) for record in clips)
@@ -46,9 +41,7 @@ def describe_data(args, items, batches, *, num_tokens, cache_bytes):
         train_batch_size=args.train_batch_size,
         tokens_per_sample=num_tokens,
     )
-    of_items = [item.record["used"] for item in used]
-    of_items = [num_tokens(entry["size"][1], entry["size"][0], entry["frames"]) for entry in of_items]
-    tokens = [sum(of_items[index] for index in batches.step(step)) for step in range(1, 11)]
+    tokens = [sum(batches.tokens[index] for index in batches.step(step)) for step in range(1, 11)]
     lines.append(f"tokens per optimizer step: {min(tokens)} to {max(tokens)} in the first ten")
     lines.append(f"cache: {cache_bytes / 2**20:.2f} MiB are to be written to {args.cache_dir}")
     return lines
@@ -64,7 +57,7 @@ def draw_contact_sheet(path, items, read):
     """
     items = items[:_SHEET_SAMPLES]
     with ThreadPoolExecutor(4) as pool:
-        pictures = list(pool.map(lambda item: _thumbnail(item, read), items))
+        images = list(pool.map(lambda item: _thumbnail(item, read), items))
     # DejaVu comes with matplotlib and knows more letters than Pillow's own.
     from matplotlib import get_data_path
 
@@ -74,9 +67,9 @@ def draw_contact_sheet(path, items, read):
     height = _CELL + 16 * (_CAPTION_LINES + 1)
     sheet = Image.new("RGB", (columns * (_CELL + 8) + 8, rows * (height + 8) + 8), "white")
     draw = ImageDraw.Draw(sheet)
-    for number, (item, picture) in enumerate(zip(items, pictures, strict=True)):
+    for number, (item, image) in enumerate(zip(items, images, strict=True)):
         left, top = 8 + number % columns * (_CELL + 8), 8 + number // columns * (height + 8)
-        sheet.paste(picture, (left + (_CELL - picture.width) // 2, top + (_CELL - picture.height) // 2))
+        sheet.paste(image, (left + (_CELL - image.width) // 2, top + (_CELL - image.height) // 2))
         used = item.record["used"]
         title = f"{used['size'][0]}x{used['size'][1]}x{used['frames']} {item.row.id}"
         caption = textwrap.wrap(item.row.caption, 36, max_lines=_CAPTION_LINES, placeholder=" ...")
@@ -97,6 +90,6 @@ def _thumbnail(item, read):
     pixels = read(item.row, record)
     pixels = pixels.transpose(0, 1) if pixels.ndim == 4 else pixels[None]
     levels = ((pixels + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()  # (F, H, W, 3)
-    picture = Image.fromarray(np.concatenate(levels, axis=1))
-    picture.thumbnail((_CELL, _CELL), Image.Resampling.LANCZOS)
-    return picture
+    image = Image.fromarray(np.concatenate(levels, axis=1))
+    image.thumbnail((_CELL, _CELL), Image.Resampling.LANCZOS)
+    return image

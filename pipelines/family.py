@@ -67,6 +67,14 @@ class Family:
     divisor = 16
     # What stands for a caption that is dropped.
     dropped_caption = ""
+    # The tensors of a caption (L, ...) whose L differs from caption to caption: they are padded, with a mask.
+    padded = ("prompt_embeds",)
+    # The further files of an item that it takes: {role, see `dataset.tables.ROLE_COLUMNS`: whether all need one}.
+    roles = {}
+    # How those are used, see `dataset.inspection.like_target`, which is the default.
+    use_file = None
+    # To be raised whenever the results of `encode_prompt` or `encode_media` change: cached ones are not read then.
+    encoding_version = 1
     # What the stock pipeline calls the images that it starts from.
     image_arguments = ()
 
@@ -148,10 +156,39 @@ class Family:
 
     # ---- its encoders
 
+    def encodings(self, item, caption):
+        """Yield what is to be encoded of an item; the results together are its sample.
+
+        Args:
+            item (`dataset.inspection.Item`)
+            caption (`str`): Its own, or the one that stands for it when it is dropped.
+
+        Yields:
+            `tuple[str, tuple[str, ...], tuple[str, ...]]`: Which encoder, `"captions"` or `"media"`; from which texts;
+            from the files of which roles.
+        """
+        yield "captions", (caption,), ()
+        yield "media", (), ("target",)
+
     @property
-    def encoding(self):
-        """What an encoded image or clip depends on in addition to the weights of its encoders, as text."""
-        return ""
+    def media_settings(self):
+        """What an encoded image or clip depends on in addition to its encoders; values that JSON takes."""
+        return None
+
+    def encoder_identities(self, digests):
+        """Return what results of each encoder depend on in addition to what they are made of.
+
+        Args:
+            digests (`dict[str, str]`): From `check_weights`.
+
+        Raises:
+            OSError: The pipeline is not on this machine.
+        """
+
+        def identity(parts):
+            return weights.weights_identity(self.path, parts, digests, **self.hub), self.encoding_version
+
+        return {"captions": identity(self.text_parts), "media": (*identity(self.media_parts), self.media_settings)}
 
     def count_prompt_tokens(self, prompt):
         """Return how many tokens `prompt` has, and how many of them the pipeline keeps."""
@@ -166,7 +203,12 @@ class Family:
         return self.load_parts(self.text_parts, dtype=torch.bfloat16).to(device)
 
     def encode_prompt(self, encoder, prompt):
-        """Encode one caption exactly as the stock pipeline does, to a tensor of shape (L, J)."""
+        """Encode one caption exactly as the stock pipeline does.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `prompt_embeds` (L, J), and what else the model takes of a text. Each tensor is
+            stacked over a batch under its name, or padded if it is one of `padded`, and handed to `predict`.
+        """
         raise NotImplementedError
 
     def load_media_encoder(self, device):
@@ -176,7 +218,7 @@ class Family:
     def encode_media(self, encoder, pixel_values):
         """Encode pixels in [-1, 1], (3, height, width) or (3, N, height, width), to a `dict` of fp32 tensors.
 
-        Together with the embedding of the caption it is a sample: `latents` (C, ...), and what conditions it.
+        Together with the tensors of the caption it is a sample: `latents` (C, ...), and what conditions it.
         """
         raise NotImplementedError
 
@@ -269,12 +311,12 @@ class Family:
         """Return what `sample` takes for a --guidance_scale."""
         return {"guidance_scale": scale}
 
-    def sample(self, pipeline, prompt_embeds, negative_prompt_embeds, **settings):
+    def sample(self, pipeline, prompt, negative_prompt, **settings):
         """Sample one preview as the stock pipeline does.
 
         Args:
             pipeline (`DiffusionPipeline`): From `load_preview_pipeline`, with its transformers.
-            prompt_embeds, negative_prompt_embeds (`torch.Tensor` of shape (L, J)): The second None: without guidance.
+            prompt, negative_prompt (`dict`): From `encode_prompt`; the second None: without guidance.
             settings: `images` (`list[PIL.Image.Image]`) to start from, `seed` of the noise, which is drawn on the
                 CPU, `height` and `width` in pixels, `num_frames`, `num_inference_steps`, and those of `guidance`.
 

@@ -31,12 +31,12 @@ SIZE_DIVISOR = 16
 PROMPT_TEMPLATE_TOKENS = 34
 
 
-def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, guidance_scale, num_frames, images, seed, **settings):
+def sample(pipeline, prompt, negative_prompt, *, guidance_scale, num_frames, images, seed, **settings):
     """Sample one image as the stock pipeline does.
 
     Args:
         pipeline (`QwenImagePipeline`)
-        prompt_embeds, negative_prompt_embeds (`torch.Tensor` of shape (L, J)): The second None: without guidance.
+        prompt, negative_prompt (`dict`): From `encode_prompt`; the second None: without guidance.
         guidance_scale (`float`): What the pipeline calls `true_cfg_scale`.
         num_frames, images: For clips.
         seed (`int`): Of the noise, which is drawn on the CPU.
@@ -46,13 +46,13 @@ def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, guidance_scale, n
         `list[PIL.Image.Image]`: The image.
     """
     dtype, given = pipeline.transformer.img_in.weight.dtype, {}
-    for name, embeds in (("prompt_embeds", prompt_embeds), ("negative_prompt_embeds", negative_prompt_embeds)):
-        if embeds is not None:
-            given[name] = embeds[None].to(pipeline._execution_device, dtype)  # (1, L, J)
-            given[f"{name}_mask"] = torch.ones(1, len(embeds), dtype=torch.bool, device=given[name].device)
+    for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", negative_prompt)):
+        if text is not None:
+            given[name] = text["prompt_embeds"][None].to(pipeline._execution_device, dtype)  # (1, L, J)
+            given[f"{name}_mask"] = torch.ones(given[name].shape[:2], dtype=torch.bool, device=given[name].device)
     return pipeline(
         **given,
-        true_cfg_scale=guidance_scale if negative_prompt_embeds is not None else 1.0,
+        true_cfg_scale=guidance_scale if negative_prompt is not None else 1.0,
         max_sequence_length=pipeline.tokenizer_max_length,
         generator=torch.Generator().manual_seed(seed),
         **settings,
@@ -78,10 +78,10 @@ def encode_prompt(pipeline, prompt):
         prompt (`str`): The caption. The empty one leaves the closing tokens of the template.
 
     Returns:
-        `torch.Tensor` of shape (L, J).
+        `dict` with `prompt_embeds` (L, J).
     """
     prompt_embeds, _ = pipeline.encode_prompt(prompt)
-    return prompt_embeds[0]
+    return {"prompt_embeds": prompt_embeds[0]}
 
 
 def encoder_skeletons(pretrained_model_name_or_path, *, num_tokens, height, width, revision=None, **hub):

@@ -145,12 +145,12 @@ def default_lora_targets(transformer):
     return [target for target in LORA_TARGETS if any(name.endswith("." + target) for name in names)]
 
 
-def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, images, seed, **settings):
+def sample(pipeline, prompt, negative_prompt, *, images, seed, **settings):
     """Sample one clip as the stock pipeline does.
 
     Args:
         pipeline (`WanPipeline` or `WanImageToVideoPipeline`)
-        prompt_embeds, negative_prompt_embeds (`torch.Tensor` of shape (L, J)): The second None: without guidance.
+        prompt, negative_prompt (`dict`): From `encode_prompt`; the second None: without guidance.
         images (`list[PIL.Image.Image]`): None, the first frame, or the first and the last one, of that size.
         seed (`int`): Of the noise, which is drawn on the CPU.
         settings: Further arguments of the pipeline: `height`, `width` in pixels, `num_frames`, `guidance_scale`, ...
@@ -159,11 +159,11 @@ def sample(pipeline, prompt_embeds, negative_prompt_embeds, *, images, seed, **s
         `list[PIL.Image.Image]`: The frames.
     """
     device = pipeline._execution_device
-    if negative_prompt_embeds is not None:
-        settings["negative_prompt_embeds"] = negative_prompt_embeds[None].to(device)  # (1, L, J)
+    if negative_prompt is not None:
+        settings["negative_prompt_embeds"] = negative_prompt["prompt_embeds"][None].to(device)  # (1, L, J)
     settings |= dict(zip(("image", "last_image"), images, strict=False))
     return pipeline(
-        prompt_embeds=prompt_embeds[None].to(device),
+        prompt_embeds=prompt["prompt_embeds"][None].to(device),
         generator=torch.Generator().manual_seed(seed),
         output_type="pil",
         **settings,
@@ -182,12 +182,12 @@ def encode_prompt(pipeline, prompt):
         prompt (`str`): The caption.
 
     Returns:
-        `torch.Tensor` of shape (L, J).
+        `dict` with `prompt_embeds` (L, J).
     """
     prompt_embeds, _ = pipeline.encode_prompt(
         prompt, do_classifier_free_guidance=False, max_sequence_length=MAX_SEQUENCE_LENGTH
     )
-    return prompt_embeds[0]
+    return {"prompt_embeds": prompt_embeds[0]}
 
 
 def count_prompt_tokens(pipeline, prompt):
@@ -515,8 +515,8 @@ class WanVideo(Family):
     # ---- its encoders
 
     @property
-    def encoding(self):
-        return f" {self.task} {self.variant.expand_timesteps}"
+    def media_settings(self):
+        return [self.task, self.variant.expand_timesteps]
 
     def count_prompt_tokens(self, prompt):
         return count_prompt_tokens(self.tokenizer, prompt)

@@ -183,7 +183,7 @@ def batches(args):
     """The length of the run and its first samples."""
     rows = [Row(str(n), "", {}, str(n), repeat=args.dataset_repeat) for n in range(7)]
     used = {"size": [64, 64], "frames": 1}
-    items = [Item(row, {"id": row.id, "caption": "", "used": used}, "") for row in rows]
+    items = [Item(row, {"id": row.id, "caption": "", "used": used}, {}) for row in rows]
     plan = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
     return plan.last_step, [plan.micro_batches(step) for step in range(1, 5)]
 

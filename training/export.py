@@ -160,7 +160,7 @@ def _lora_lines(output_dir, places):
 def module_output(module, dataset):
     """Return what `module` predicts for the first sample of `dataset` at a fixed noise, in eval mode."""
     module.eval()
-    batch = send_to_device(collate([dataset[1, 0, 0]]), next(module.parameters()).device)
+    batch = send_to_device(collate([dataset[1, 0, 0]], dataset.padded), next(module.parameters()).device)
     noisy_latents = add_noise(batch["latents"], batch["noise"], batch["sigmas"])
     return module.predict(noisy_latents, batch["sigmas"] * 1000, batch)
 

@@ -97,7 +97,7 @@ class RunForecast:
         samples_by_size (`dict[tuple, int]`): How many an epoch has of each: a batch has no more.
         caption_tokens (`dict[str, int]`): Of each caption the tokens that its embedding has.
         to_encode (`dict[str, dict]`):
-            Phase of an encoder -> what is not in the cache yet, as `Encodings.missing` has it: captions, or items.
+            Phase of an encoder -> what is not in the cache yet, as `EncodingPlan.missing` has it.
         held_out (`list[dict]`): Records of the items that are encoded, and not trained.
         previews (`tuple[int, int, int]`, *optional*): Height, width and frames of previews, where any are made.
         preview_transformers (`int`): How many work together there.
@@ -123,18 +123,20 @@ class RunForecast:
         return math.prod((*record["used"]["size"], record["used"]["frames"]))
 
     def _batch_size(self, record):
-        *size, batch_size = bucket_key(record, self.args.train_batch_size)
-        return min(batch_size, self.samples_by_size.get(tuple(size), batch_size))
+        shape, batch_size = bucket_key(record, self.args.train_batch_size)
+        return min(batch_size, self.samples_by_size.get(shape, batch_size))
 
     def _encode(self, record):
         """Return the peak of each encoder's phase at the size of an item, its weights, and the shapes of a sample."""
         width, height = record["used"]["size"]
-        phases, weights, sample = {}, {}, {}
+        phases, weights, sample, of_texts = {}, {}, {}, []
         encoders = self._encoders(height, width, record["used"]["frames"])
         with fake_tensors(self.launch.device_type):
             for phase in ("text encoder", "VAE"):
                 phases[phase], weights[phase] = self._run_encoder(*encoders[phase], sample)
-        return phases, weights, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in sample.items()}
+                of_texts = of_texts or [*sample]
+        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in sample.items()}
+        return phases, weights, shapes, of_texts
 
     def _encoders(self, height, width, num_frames):
         num_tokens = max(self.caption_tokens.values())
@@ -179,18 +181,26 @@ class RunForecast:
         sample, batch_size = self._heaviest
         batch = {name: torch.empty(batch_size, *shape, dtype=dtype) for name, (shape, dtype) in sample.items()}
         batch["noise"], batch["sigmas"] = torch.empty_like(batch["latents"]), torch.empty(batch_size)
-        length = batch["prompt_embeds"].shape[1]
         masked = len(set(self.caption_tokens.values())) > 1 and batch_size > 1
-        batch["prompt_embeds_mask"] = torch.empty(batch_size, length, dtype=torch.bool) if masked else None
+        for name in self.family.padded:
+            shape = batch[name].shape[:2]
+            batch[f"{name}_mask"] = torch.empty(shape, dtype=torch.bool) if masked else None
         return batch
 
     @functools.cached_property
     def cache_bytes(self):
         """Bytes of what is to be encoded."""
-        _, _, sample = self._encoded
+        _, _, sample, of_texts = self._encoded
         largest = self._largest["used"]
         latents = sample["latents"][0][1:]
-        _, width = sample["prompt_embeds"][0]
+
+        def size_of_text(caption):
+            total = 0
+            for name in of_texts:
+                shape, dtype = sample[name]
+                shape = (self.caption_tokens[caption], *shape[1:]) if name in self.family.padded else shape
+                total += math.prod(shape) * dtype.itemsize
+            return total
 
         def size(used):
             # Latents are as many as pixels; the frames of a clip come in fours, after the first.
@@ -198,13 +208,12 @@ class RunForecast:
             scale /= math.prod(largest["size"]) * ((largest["frames"] + 3) // 4)
             total = 0
             for name, (shape, dtype) in sample.items():
-                if name != "prompt_embeds":
+                if name not in of_texts:
                     total += math.prod(shape) * dtype.itemsize * (scale if shape[1:] == latents else 1)
             return total
 
-        tokens = sum(self.caption_tokens[caption] for caption in self.to_encode["text encoder"].values())
-        media = sum(size(item.record["used"]) for item in self.to_encode["VAE"].values())
-        return int(media) + tokens * width * sample["prompt_embeds"][1].itemsize
+        texts = sum(size_of_text(encoding.texts[0]) for encoding in self.to_encode["text encoder"].values())
+        return texts + int(sum(size(encoding.item.record["used"]) for encoding in self.to_encode["VAE"].values()))
 
     @property
     def result_bytes(self):

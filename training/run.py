@@ -3,25 +3,15 @@
 import dataclasses
 import itertools
 import pathlib
-import sys
 from functools import partial
 
 from diffusers.training_utils import free_memory
 
 from blockwise.stock import install_plan
-from dataset.batches import BatchPlan, plan_batches
+from dataset.batches import BatchPlan, Sample, TrainingDataset, plan_batches
 from dataset.buckets import Sizing
 from dataset.cache import Cache
-from dataset.encoding import (
-    Encodings,
-    check_room,
-    count_caption_tokens,
-    encode_missing,
-    encoded_dataset,
-    plan_encodings,
-    read_unchanged,
-    weights_identity,
-)
+from dataset.encoding import Encoding, EncodingPlan, check_room, count_caption_tokens, encode_missing
 from dataset.images import inspect_rows, read_image
 from dataset.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, describe_rows, read_datasets
 from dataset.report import draw_contact_sheet
@@ -74,7 +64,7 @@ def run(family_class, args, log):
             accelerator, partial(find_checkpoint, args, accelerator), describe_checkpoint, patience_seconds=10
         )
         weights.choose()
-        data = plan_data(family, args, accelerator, resumed[1])
+        data = plan_data(family, args, accelerator, resumed[1], weights.digests)
         forecast = forecast_run(family, args, accelerator, weights, optimizer, data)
         plan = plan_memory(args, forecast)
         weights.check(data.batches, resumed[1])
@@ -207,7 +197,7 @@ class Data:
         laws (`dict[Stage, list[SigmaLaw]]`): Of each item that is trained.
         batches (`BatchPlan`)
         caption_tokens (`dict[str, int]`): Caption -> tokens that are kept of it.
-        embeds, latents (`Encodings`)
+        encodings (`EncodingPlan`)
     """
 
     cache: Cache
@@ -218,8 +208,7 @@ class Data:
     laws: dict
     batches: BatchPlan
     caption_tokens: dict
-    embeds: Encodings
-    latents: Encodings
+    encodings: EncodingPlan
 
 
 def media_of(family):
@@ -234,16 +223,17 @@ def media_of(family):
 def inspect(family, args, accelerator, cache):
     """Read the dataset and inspect every item of it; nothing is encoded yet."""
     how = {"on_bad_sample": args.on_bad_sample, "cache": cache, "accelerator": accelerator}
-    files = {}
+    files = {"roles": family.roles}
+    how |= {"use_file": family.use_file}
     if family.is_video:
-        files = {"media_suffixes": (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), "frame_folders": True}
+        files |= {"media_suffixes": (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), "frame_folders": True}
         how |= {"fps": args.fps, "clip_part": args.clip_part, "min_frames": family.min_frames}
     rows = agreed(accelerator, partial(read_datasets, args, **files), describe_rows)
     return media_of(family)[0](rows, Sizing.from_args(args, family.divisor), **how)
 
 
-def plan_data(family, args, accelerator, resumed):
-    """Return the `Data` of a run."""
+def plan_data(family, args, accelerator, resumed, digests):
+    """Return the `Data` of a run on weights with these digests."""
     cache = Cache(args.cache_dir, accelerator.process_index)
     inspected = inspect(family, args, accelerator, cache)
     items, held_out = hold_out(args, [item for item in inspected if item.record["decision"] == "used"])
@@ -273,38 +263,52 @@ def plan_data(family, args, accelerator, resumed):
     further_captions = [family.dropped_caption] * (args.caption_dropout > 0) + preview_prompts(args)
     caption_tokens = count_caption_tokens([*items, *held_out], further_captions, family.count_prompt_tokens)
     with refuse_unreadable_model(args):
-        identity = partial(weights_identity, cache, family.path, dry_run=args.dry_run, **family.hub)
-        text_encoder, media_encoder = identity(family.text_parts), identity(family.media_parts)
-    embeds, latents = plan_encodings(
-        cache,
-        accelerator,
-        [*items, *held_out],
-        further_captions=further_captions,
-        text_encoder=text_encoder,
-        media_encoder=media_encoder + family.encoding,
-        pipeline_file=sys.modules[type(family).__module__].__file__,
-    )
-    return Data(cache, inspected, items, held_out, preview_images, laws, batches, caption_tokens, embeds, latents)
+        identities = family.encoder_identities(digests)
+    wanted = [encoding for item in [*items, *held_out] for encoding in encodings_of(family, item)]
+    if args.caption_dropout > 0:
+        wanted += [encoding for item in items for encoding in encodings_of(family, item, family.dropped_caption)]
+    wanted += [Encoding("captions", (prompt,)) for prompt in preview_prompts(args)]
+    encodings = EncodingPlan(cache, accelerator, identities, wanted)
+    return Data(cache, inspected, items, held_out, preview_images, laws, batches, caption_tokens, encodings)
+
+
+def encodings_of(family, item, caption=None):
+    """Return each `Encoding` of an item, with another caption if one is given."""
+    given = family.encodings(item, item.row.caption if caption is None else caption)
+    return [Encoding(kind, texts, item, roles) for kind, texts, roles in given]
+
+
+def encoded_dataset(family, args, encodings, items, laws):
+    """Return the `TrainingDataset` of items whose encodings are all in the cache, with a `SigmaLaw` for each."""
+    samples = []
+    for item, law in zip(items, laws, strict=True):
+        entries, dropped = encodings.paths(encodings_of(family, item)), ()
+        if args.caption_dropout > 0:
+            dropped = encodings.paths(encodings_of(family, item, family.dropped_caption))
+        samples.append(Sample(item.row.id, entries, dropped, law))
+    return TrainingDataset(samples, padded=family.padded, caption_dropout=args.caption_dropout, seed=args.seed)
 
 
 def encode_data(family, args, accelerator, log, data):
     """Run the encoders on what the cache lacks. Each is loaded once, if at all, and released."""
     or_refuse = refuse_unreadable_model(args)
+    read = media_of(family)[1]
     encode_missing(
-        data.embeds,
-        accelerator,
+        data.encodings,
+        "captions",
         log,
         load=or_refuse(partial(family.load_prompt_encoder, accelerator.device)),
         encode=family.encode_prompt,
+        read=read,
         points=("text encoder",),
     )
     encode_missing(
-        data.latents,
-        accelerator,
+        data.encodings,
+        "media",
         log,
         load=or_refuse(partial(family.load_media_encoder, accelerator.device)),
         encode=family.encode_media,
-        read=read_unchanged(data.cache, media_of(family)[1]),
+        read=read,
         points=("VAE", "caching done"),
     )
     log.point("encoders gone")
@@ -326,7 +330,7 @@ def forecast_run(family, args, accelerator, weights, optimizer, data):
         records=[item.record for item in data.items],
         samples_by_size=data.batches.samples_by_size,
         caption_tokens=tokens,
-        to_encode={"text encoder": data.embeds.missing, "VAE": data.latents.missing},
+        to_encode={"text encoder": data.encodings.missing["captions"], "VAE": data.encodings.missing["media"]},
         held_out=[item.record for item in data.held_out],
         previews=preview_size(args, data.items) if args.validation_prompt else None,
         preview_transformers=1 + (family.stages[0].other is not None),
@@ -381,7 +385,7 @@ class Stages:
             args,
             stage,
             module,
-            self._dataset(stage),
+            encoded_dataset(self.family, args, data.encodings, data.items, data.laws[stage]),
             data.batches,
             log,
             self.optimizer,
@@ -395,10 +399,6 @@ class Stages:
         self._write_result(training)
         wait_for_all(accelerator)
 
-    def _dataset(self, stage):
-        data, laws, dropped = self.data, self.data.laws[stage], self.family.dropped_caption
-        return encoded_dataset(self.args, data.items, data.embeds, data.latents, laws, dropped_caption=dropped)
-
     def _validation(self, accelerator, stage, module, preview_pipeline):
         args, data, family = self.args, self.data, self.family
         settings = preview_settings(args, data.items, data.preview_images) | family.guidance(args.guidance_scale)
@@ -406,9 +406,8 @@ class Stages:
             accelerator,
             args,
             module,
-            data.embeds,
-            data.latents,
-            data.held_out,
+            encoded_dataset(family, args, data.encodings, data.held_out, [None] * len(data.held_out)),
+            {text: data.encodings.path(Encoding("captions", (text,))) for text in preview_prompts(args)},
             pipeline=preview_pipeline,
             sample=partial(family.sample, **settings),
             takes_turns=self.forecast.previews_take_turns(self.plan),

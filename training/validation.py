@@ -22,7 +22,6 @@ from PIL import Image
 from dataset.batches import collate
 from dataset.cache import read_entry
 from dataset.draws import Draw
-from dataset.encoding import encoded_entries, read_sample
 from dataset.images import cover_and_crop, open_image
 from runtime.errors import RefusedError
 from runtime.files import whole_file, write_text
@@ -121,8 +120,8 @@ class Validation:
         accelerator (`Accelerator`): Prompts and items are shared out over its processes.
         args (`argparse.Namespace`)
         module (`DiffusionTrainingModule`)
-        embeds, latents (`Encodings`): Of the prompts, and of the items that are trained followed by those held out.
-        held_out (`list[Item]`)
+        held_out (`TrainingDataset`): Of the items that are not trained, without what is drawn for them.
+        prompts (`dict[str, pathlib.Path]`): Of each text of a preview its entry in the cache.
         sigma_range (`tuple[float, float]`): In which the transformer is used.
         pipeline (`DiffusionPipeline`, *optional*): The stock one on the CPU, without the transformer; for previews.
         sample (`Callable`, *optional*): `sample` of the family, with its settings bound.
@@ -140,9 +139,8 @@ class Validation:
         accelerator,
         args,
         module,
-        embeds,
-        latents,
         held_out,
+        prompts,
         *,
         sigma_range=(0.0, 1.0),
         pipeline=None,
@@ -156,11 +154,9 @@ class Validation:
         self.takes_turns = takes_turns
         low, high = max(sigma_range[0], args.min_sigma), min(sigma_range[1], args.max_sigma)
         self.sigmas = [low + (band + 0.5) / NUM_BANDS * (high - low) for band in range(NUM_BANDS)]
-        self.held_out = []
-        if held_out:
-            self.held_out = encoded_entries(held_out, embeds, latents.paths[-len(held_out) :])
+        self.held_out = held_out
         self.prompts = list(args.validation_prompt or ())
-        self.prompt_embeds = {text: embeds.paths[text] for text in preview_prompts(args)}
+        self.entries = prompts
         self.pipeline, self.sample, self.place, self.load_other = pipeline, sample, place, load_other
 
     @property
@@ -218,12 +214,13 @@ class Validation:
         n, rank = self.accelerator.num_processes, self.accelerator.process_index
         own = {}
         for number in range(rank, len(self.held_out), n):
-            sample = read_sample(*self.held_out[number])
+            sample = self.held_out.read(*self.held_out.samples[number].entries)
             # Steps of training count from 1: this noise is seen nowhere else, and here each time.
             sample["noise"] = Draw(self.args.validation_seed, 0, number).noise(sample["latents"].shape)
             rows = []
             for sigma in self.sigmas:
-                batch = collate([sample | {"sigmas": torch.tensor(sigma, dtype=torch.float32)}])
+                given = sample | {"sigmas": torch.tensor(sigma, dtype=torch.float32)}
+                batch = collate([given], self.held_out.padded)
                 rows.append(self.module.losses(send_to_device(batch, self.accelerator.device)))
             own[number] = torch.cat(rows).tolist()
         of_all = collections.ChainMap(*gather_from_all(self.accelerator, own))
@@ -256,15 +253,13 @@ class Validation:
         self.pipeline.set_progress_bar_config(
             desc="preview", leave=False, disable=not self.accelerator.is_main_process
         )
-        embeds = {text: read_entry(path)["prompt_embeds"] for text, path in self.prompt_embeds.items()}
+        texts = {text: read_entry(path) for text, path in self.entries.items()}
         own = {}
         device, transformer = self.accelerator.device, self.module.transformer
         with _on_device(self.pipeline, transformer, device, takes_turns=self.takes_turns):
             for number in range(rank, len(self.prompts), n):
-                prompt_embeds, negative_prompt_embeds = (
-                    embeds.get(text) for text in (self.prompts[number], self.args.negative_prompt)
-                )
-                frames = self.sample(self.pipeline, prompt_embeds, negative_prompt_embeds, callback_on_step_end=look)
+                prompt, negative_prompt = texts[self.prompts[number]], texts.get(self.args.negative_prompt)
+                frames = self.sample(self.pipeline, prompt, negative_prompt, callback_on_step_end=look)
                 if is_stopped():
                     break
                 own[number] = frames

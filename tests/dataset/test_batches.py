@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataset.batches import BatchPlan, TrainingDataset, collate, plan_batches
+from dataset.batches import BatchPlan, Sample, TrainingDataset, collate, plan_batches
 from dataset.draws import Draw
 from dataset.inspection import Item
 from dataset.metadata import Row
@@ -186,11 +186,16 @@ def test_processes_share_out_the_global_batch(accumulation):
 
 
 def make_dataset(**settings):
-    def read(n):
-        return {"latents": torch.full((2, 4, 4), float(n)), "prompt_embeds": torch.full((n + 1, 3), float(n))}
+    def read(n, level):
+        return {
+            "latents": torch.full((2, 4, 4), float(n)),
+            "prompt_embeds": torch.full((n + 1, 3), float(level)),
+            "pooled_prompt_embeds": torch.full((5,), float(level)),
+            "text_ids": torch.full((n + 1, 2), level),
+        }
 
-    laws = [SigmaLaw("uniform", 1 + n) for n in range(4)]
-    return TrainingDataset(["0", "1", "2", "3"], [(n,) for n in range(4)], read, laws, seed=3, **settings)
+    samples = [Sample(str(n), (n, n), (n, -1), SigmaLaw("uniform", 1 + n)) for n in range(4)]
+    return TrainingDataset(samples, read, padded=("prompt_embeds", "text_ids"), seed=3, **settings)
 
 
 def test_sample_is_its_own_latents_caption_and_draw():
@@ -203,24 +208,31 @@ def test_sample_is_its_own_latents_caption_and_draw():
 
 
 def test_dropped_captions_change_nothing_else():
-    dropped = torch.full((2, 3), -1.0)
-    with_dropout = make_dataset(caption_dropout=0.5, dropped_prompt_embeds=dropped)
+    with_dropout = make_dataset(caption_dropout=0.5)
     shares = 0
     for step in range(1, 101):
         ours, plain = with_dropout[step, 0, 1], make_dataset()[step, 0, 1]
-        shares += ours["prompt_embeds"] is dropped
+        levels = {float(ours[name].unique()) for name in ("prompt_embeds", "pooled_prompt_embeds", "text_ids")}
+        assert levels in ({1.0}, {-1.0}), "all tensors of a text, or none"
+        shares += levels == {-1.0}
         assert torch.equal(ours["noise"], plain["noise"]) and ours["sigmas"] == plain["sigmas"]
     assert 30 < shares < 70
 
 
 def test_collate_pads_with_zeros_and_masks():
     dataset = make_dataset()
-    batch = collate([dataset[1, 0, 1], dataset[1, 1, 3]])
+    batch = collate([dataset[1, 0, 1], dataset[1, 1, 3]], dataset.padded)
     assert batch["latents"].shape == batch["noise"].shape == (2, 2, 4, 4) and batch["sigmas"].shape == (2,)
     assert batch["prompt_embeds"].shape == (2, 4, 3)
     assert batch["prompt_embeds_mask"].tolist() == [[True, True, False, False], [True] * 4]
     assert (batch["prompt_embeds"][0, 2:] == 0).all() and (batch["prompt_embeds"][0, :2] == 1).all()
+    assert batch["text_ids"].shape == (2, 4, 2) and batch["text_ids"].dtype == torch.int64
+    assert torch.equal(batch["text_ids_mask"], batch["prompt_embeds_mask"])
+    assert batch["pooled_prompt_embeds"].tolist() == [[1.0] * 5, [3.0] * 5]
+    assert "pooled_prompt_embeds_mask" not in batch
     assert collate([dataset[1, 0, 1], dataset[1, 1, 1]])["prompt_embeds_mask"] is None
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        collate([dataset[1, 0, 1], dataset[1, 1, 3]], ("text_ids",))
     assert batch["sigmas"][0] != batch["sigmas"][1] and not torch.equal(batch["noise"][0], batch["noise"][1])
 
 
@@ -232,7 +244,7 @@ def make_items(*used, caption="a", digest="d", repeat=1):
         Item(
             Row(str(n), caption, {}, str(n), repeat=repeat),
             {"id": str(n), "caption": caption, "used": {"size": [w, h], "frames": f}},
-            digest,
+            {"target": (digest,)},
         )
         for n, (w, h, f) in enumerate(used)
     ]

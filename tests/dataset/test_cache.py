@@ -5,14 +5,12 @@ import pathlib
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 
 from dataset import cache as cache_module
-from dataset import encoding
-from dataset.cache import Cache, code_identity, digest_of, is_complete, read_entry, write_entry
+from dataset.cache import Cache, is_complete, read_entry, write_entry
 from runtime.errors import RefusedError
 
 
@@ -142,39 +140,10 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 def test_an_index_of_another_version_or_kind(tmp_path):
     (tmp_path / "index-0.jsonl").write_text('["item", "a", {"x": 1}]\n["new", "a", 1]\n5\n["measured", "b", 2]\n')
     cache = Cache(tmp_path)
-    assert cache.last_parts("a") is None and cache.measured("b", lambda: 3) == 2
+    assert cache.measured("b", lambda: 3) == 2
     (tmp_path / "index-1.jsonl").mkdir()
     with pytest.raises(RefusedError, match=r"--cache_dir .*: index-1\.jsonl cannot be read"):
         Cache(tmp_path)
-
-
-def test_code_counts_and_comments_do_not(tmp_path):
-    def identity(source):
-        path = tmp_path / f"{digest_of(source)}.py"
-        path.write_text(source)
-        return code_identity((str(path),), ("torch",))
-
-    plain = identity("def f(x):\n    return x + 1\n")
-    assert identity('"""Doc."""\n\n\ndef f(x):\n    """Adds."""\n    return x + 1  # one\n') == plain
-    assert identity("def f(x):\n    return x + 2\n") != plain
-    assert code_identity((cache_module.__file__,), ("torch",)) != code_identity((cache_module.__file__,), ("numpy",))
-
-
-def test_a_package_that_is_installed_later_counts(monkeypatch):
-    """With torchvision, say, transformers resizes images by other code than without it."""
-    versions = {"torch": "2.13.0", "torchvision": "0.28.0"}
-
-    def version(name):
-        if name not in versions:
-            raise PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(cache_module.importlib.metadata, "version", version)
-    identities = set()
-    for _ in range(2):
-        identities.add(code_identity.__wrapped__((), encoding._ENCODER_PACKAGES[:2]))
-        versions.pop("torchvision", None)
-    assert len(identities) == 2
 
 
 def test_a_killed_writer_leaves_whole_entries(tmp_path):

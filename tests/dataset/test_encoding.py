@@ -9,29 +9,43 @@ import pytest
 import torch
 
 from dataset.cache import Cache, is_complete, read_entry
-from dataset.encoding import Encodings, check_room, encode_missing
+from dataset.encoding import Encoding, EncodingPlan, check_room, encode_missing
 from dataset.inspection import Item
 from dataset.metadata import Row
 from runtime.errors import RefusedError
 
 
-ONE_PROCESS = types.SimpleNamespace(process_index=0, num_processes=1, is_main_process=True)
+ONE_PROCESS = types.SimpleNamespace(process_index=0, num_processes=1, is_main_process=True, device=torch.device("cpu"))
+
+
+class UnchangedFiles(Cache):
+    """A cache in which nothing is read for digests: files are named by numbers that stand for their content."""
+
+    def digest(self, content):
+        return str(content)
 
 
 def media(tmp_path, num_items):
-    cache, missing = Cache(tmp_path), {}
-    for n in range(num_items):
-        record = {"id": str(n), "used": {"size": [16, 16], "frames": 1}}
-        missing[cache.path("media", {"n": n})] = Item(Row(str(n), "a", {"target": (None,)}, str(n)), record, "d")
-    return Encodings("media", list(missing), missing)
+    """The plan of items whose file n has the digest n, with its entries in their order."""
+    items = [
+        Item(
+            Row(str(n), "a", {"target": (n,)}, str(n)),
+            {"id": str(n), "used": {"size": [16, 16], "frames": 1}},
+            {"target": (str(n),)},
+        )
+        for n in range(num_items)
+    ]
+    wanted = [Encoding("media", item=item, roles=("target",)) for item in items]
+    plan = EncodingPlan(UnchangedFiles(tmp_path), ONE_PROCESS, {"media": None}, wanted)
+    return plan, [plan.path(encoding) for encoding in wanted]
 
 
-def run(encodings, encode, read):
+def run(plan, encode, read):
     """Encode in this process, with an encoder that is loaded once."""
     loaded = []
     encode_missing(
-        encodings,
-        ONE_PROCESS,
+        plan,
+        "media",
         None,
         load=lambda: loaded.append(None) or "encoder",
         encode=lambda encoder, pixels: encode(pixels) if encoder == "encoder" else None,
@@ -40,23 +54,24 @@ def run(encodings, encode, read):
     assert len(loaded) == 1
 
 
-def read(item):
-    return torch.full((3,), float(item.row.id))
+def read(row, record):
+    return torch.full((3,), float(row.id))
 
 
 def test_entries_are_made_of_their_own_item(tmp_path):
-    encodings = media(tmp_path, 40)
-    run(encodings, lambda pixels: {"latents": pixels * 2}, read)
-    for n, path in enumerate(encodings.paths):
+    plan, paths = media(tmp_path, 40)
+    run(plan, lambda pixels: {"latents": pixels * 2}, read)
+    for n, path in enumerate(paths):
         assert torch.equal(read_entry(path)["latents"], torch.full((3,), 2.0 * n))
+    assert media(tmp_path, 40)[0].missing == {"media": {}}
 
 
 def test_decoding_goes_on_while_the_encoder_works(tmp_path):
-    encodings, begun = media(tmp_path, 20), []
+    begun = []
 
-    def note_and_read(item):
-        begun.append(item)
-        return read(item)
+    def note_and_read(row, record):
+        begun.append(row)
+        return read(row, record)
 
     def encode(pixels):
         number = int(pixels[0])
@@ -66,23 +81,29 @@ def test_decoding_goes_on_while_the_encoder_works(tmp_path):
             time.sleep(0.001)
         return {"latents": pixels}
 
-    run(encodings, encode, note_and_read)
+    run(media(tmp_path, 20)[0], encode, note_and_read)
 
 
-@pytest.mark.parametrize("problem", ["a file that cannot be read", "nan", "disk"])
+@pytest.mark.parametrize("problem", ["a file that cannot be read", "a file that changes", "nan", "disk"])
 def test_problems_are_refused_by_name_and_leave_nothing_half_done(tmp_path, problem, monkeypatch):
-    def read_or_fail(item):
-        if item.row.id == "3" and problem.startswith("a file"):
+    def read_or_fail(row, record):
+        if row.id == "3" and problem == "a file that cannot be read":
             raise RefusedError("3 cannot be used: it is gone.")
-        return read(item) * (torch.nan if item.row.id == "3" and problem == "nan" else 1)
+        if row.id == "3" and problem == "a file that changes":
+            monkeypatch.setattr(UnchangedFiles, "digest", lambda cache, content: f"{content} now")
+        return read(row, record) * (torch.nan if row.id == "3" and problem == "nan" else 1)
 
     if problem == "disk":
         monkeypatch.setattr("dataset.cache.os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space")))
-    encodings = media(tmp_path, 6)
-    said = {"nan": "3: its latents are not finite numbers", "disk": "No space"}.get(problem, "3 cannot be used")
+    plan, paths = media(tmp_path, 6)
+    said = {
+        "nan": "3: its latents are not finite numbers",
+        "disk": "No space",
+        "a file that changes": "changed while it was read; start the run again",
+    }.get(problem, "3 cannot be used")
     with pytest.raises(RefusedError, match=said):
-        run(encodings, lambda pixels: {"latents": pixels}, read_or_fail)
-    assert not is_complete(encodings.paths[3]) and not list(tmp_path.glob("*/*/*.tmp"))
+        run(plan, lambda pixels: {"latents": pixels}, read_or_fail)
+    assert not is_complete(paths[3]) and not list(tmp_path.glob("*/*/*.tmp"))
 
 
 def test_a_full_cache_may_be_read_only(tmp_path, monkeypatch):
@@ -108,7 +129,7 @@ def test_processes_wait_longer_than_collectives_may_take(on_two_processes, tmp_p
             import torch
             from accelerate import Accelerator, InitProcessGroupKwargs
             from dataset.cache import Cache, is_complete
-            from dataset.encoding import Encodings, encode_missing
+            from dataset.encoding import Encoding, EncodingPlan, encode_missing
             from runtime.errors import RefusedError
             from runtime.processes import gather_from_all
 
@@ -116,21 +137,21 @@ def test_processes_wait_longer_than_collectives_may_take(on_two_processes, tmp_p
             accelerator = Accelerator(kwargs_handlers=[limit])
             gather_from_all(accelerator, None)
             cache = Cache(sys.argv[2], accelerator.process_index)
-            missing = {cache.path("captions", {"n": n}): str(n) for n in range(8)}
+            wanted = [Encoding("captions", (str(n),)) for n in range(8)]
+            plan = EncodingPlan(cache, accelerator, {"captions": None}, wanted)
 
             def encode(encoder, caption):
                 time.sleep(1.25 if int(caption) % 2 == 0 else 0)
-                return torch.full((2, 3), float(caption))
+                return {"prompt_embeds": torch.full((2, 3), float(caption))}
 
-            encodings = Encodings("captions", list(missing), missing)
-            encode_missing(encodings, accelerator, None, load=lambda: None, encode=encode)
-            assert all(map(is_complete, missing))
+            encode_missing(plan, "captions", None, load=lambda: None, encode=encode)
+            assert all(map(is_complete, plan.missing["captions"]))
 
             def fail(encoder, caption):
-                return torch.full((2, 3), float("nan" if int(caption) == 3 else 1))
+                return {"prompt_embeds": torch.full((2, 3), float("nan" if int(caption) == 3 else 1))}
 
             try:
-                encode_missing(encodings, accelerator, None, load=lambda: None, encode=fail)
+                encode_missing(plan, "captions", None, load=lambda: None, encode=fail)
             except RefusedError as error:
                 print(f"refused on {accelerator.process_index} {error}\\n", end="", flush=True)
             accelerator.end_training()

@@ -1,16 +1,28 @@
 """Samples of several files and several text tensors: a made-up family of references, pooled embeddings and masks."""
 
+import functools
 import json
+import types
 
 import datasets
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from dataset.batches import load_batches, plan_batches
+from dataset.buckets import Sizing, bucket_key, describe_buckets
+from dataset.cache import Cache
+from dataset.encoding import Encoding, EncodingPlan, encode_missing
+from dataset.images import inspect_rows, read_image
 from dataset.metadata import describe_rows, read_rows
+from pipelines.family import Family
 from runtime.errors import RefusedError
+from training.flow_matching import SigmaLaw
+from training.run import encoded_dataset, encodings_of
 
 
+ONE_PROCESS = types.SimpleNamespace(process_index=0, num_processes=1, is_main_process=True, device=torch.device("cpu"))
 ROLES = {"references": True, "mask": False}
 
 
@@ -119,3 +131,187 @@ def test_processes_compare_all_files_of_a_row(folder, tmp_path_factory):
     folder.rename(elsewhere)
     assert describe_rows(read_rows(elsewhere, roles=ROLES)) == describe_rows(rows), "another mount point is alike"
     elsewhere.rename(folder)
+
+
+# ---------------------------------------------------------------- from files to batches
+
+
+class MadeUp(Family):
+    """Its text encoder also sees the references; its media encoder has the target and the references in one entry."""
+
+    padded = ("prompt_embeds", "text_ids")
+    roles = ROLES
+
+    def __init__(self):
+        pass
+
+    def encodings(self, item, caption):
+        yield "captions", (caption,), ("references",)
+        yield "media", (), ("target", "references")
+        if "mask" in item.row.media:
+            yield "media", (), ("mask",)
+
+    @staticmethod
+    def use_file(role, measured, used):
+        """References keep their own size, a mask has that of the target."""
+        return {"size": used["size"] if role == "mask" else list(measured["size"]), "frames": 1}
+
+    @staticmethod
+    def encode_prompt(encoder, caption, references):
+        assert encoder == "text"
+        number = float(len(caption) + 100 * len(references))
+        return {
+            "prompt_embeds": torch.full((len(caption), 4), number),
+            "pooled_prompt_embeds": torch.full((6,), number),
+            "text_ids": torch.full((len(caption), 3), len(caption)),
+        }
+
+    @staticmethod
+    def encode_media(encoder, target, references=None):
+        assert encoder == "media"
+        if isinstance(target, list):
+            return {"mask": target[0][:1]}
+        return {"latents": target} | {f"reference_{n}": pixels for n, pixels in enumerate(references)}
+
+
+FAMILY = MadeUp()
+
+
+def prepare(folder, identities=None, encode=True):
+    """Inspect, plan and encode a folder; return its items and the plan."""
+    cache = Cache(folder / "cache")
+    rows = read_rows(folder, roles=FAMILY.roles)
+    sizing = Sizing(None, None, 64 * 64, 16)
+    items = inspect_rows(rows, sizing, cache=cache, use_file=FAMILY.use_file)
+    wanted = [entry for item in items for caption in (None, "") for entry in encodings_of(FAMILY, item, caption)]
+    plan = EncodingPlan(cache, ONE_PROCESS, identities or {"captions": 1, "media": 1}, wanted)
+    num_missing = {kind: len(missing) for kind, missing in plan.missing.items()}
+    if encode:
+        encode_missing(plan, "captions", None, load=lambda: "text", encode=FAMILY.encode_prompt, read=read_image)
+        encode_missing(plan, "media", None, load=lambda: "media", encode=FAMILY.encode_media, read=read_image)
+    return items, plan, num_missing
+
+
+def dataset_of(items, plan, caption_dropout=0.0):
+    args = types.SimpleNamespace(caption_dropout=caption_dropout, seed=0)
+    return encoded_dataset(FAMILY, args, plan, items, [SigmaLaw("uniform", 1.0)] * len(items))
+
+
+def test_batches_of_samples_with_references(folder):
+    """Of six items two meet: those of equal numbers and sizes of references, whatever the length of their captions."""
+    for n in range(3):
+        Image.new("RGB", (64, 48), (n, 0, 0)).save(folder / f"target{n + 3}.png")
+    table = [(0, "one0.png", {}), (1, ["one1.png", "two1.png"], {}), (2, ["two2.png", "one2.png"], {})]
+    table += [(3, "two2.png", {}), (4, ["one2.png", "two2.png"], {"prompt": "long " * 9}), (5, ["one2.png"] * 3, {})]
+    write_table(folder, *table)
+    items, plan, _ = prepare(folder)
+    shapes = [bucket_key(item.record, 2)[0] for item in items]
+    assert len(set(shapes)) == 5 and shapes[1] == shapes[4]
+    args = types.SimpleNamespace(
+        train_batch_size=2, gradient_accumulation_steps=1, seed=0, max_train_steps=None, num_train_epochs=1
+    )
+    batches = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
+    assert batches.last_step == 5
+    dataset = dataset_of(items, plan)
+    loaded = list(load_batches(dataset, batches, process_index=0, steps=range(1, 6), num_workers=2))
+    assert sorted(len(batch["latents"]) for batch in loaded) == [1, 1, 1, 1, 2]
+    (pair,) = [batch for batch in loaded if len(batch["latents"]) == 2]
+    assert pair["reference_0"].shape == (2, 3, 40, 40) and pair["reference_1"].shape == (2, 3, 32, 48)
+    captions = sorted(items[n].row.caption for n in (1, 4))
+    length = max(map(len, captions))
+    assert pair["prompt_embeds"].shape == (2, length, 4) and pair["pooled_prompt_embeds"].shape == (2, 6)
+    assert sorted(pair["prompt_embeds_mask"].sum(1).tolist()) == sorted(map(len, captions))
+    assert torch.equal(pair["text_ids_mask"], pair["prompt_embeds_mask"])
+    table = describe_buckets([item.record for item in items], [1] * 6, train_batch_size=2, tokens_per_sample=max)
+    assert "64 x 48 x 1 + 2 references" in "\n".join(table)
+
+
+def test_the_largest_target_is_batched_apart(folder):
+    Image.new("RGB", (96, 96)).save(folder / "target1.png")
+    write_table(folder, (0, "one0.png", {}), (1, "one0.png", {}), (2, "one0.png", {}))
+    items, _, _ = prepare(folder, encode=False)
+    shapes = [bucket_key(item.record, 2)[0] for item in items]
+    assert shapes[0] == shapes[2] != shapes[1] and shapes[0].files == shapes[1].files
+
+
+def test_a_dropped_caption_changes_all_tensors_of_the_text_and_none_of_the_media(folder):
+    write_table(folder, (0, ["one0.png", "two0.png"], {"mask": "two1.png"}))
+    items, plan, _ = prepare(folder)
+    dataset, plain = dataset_of(items, plan, caption_dropout=0.5), dataset_of(items, plan)
+    dropped = 0
+    for step in range(1, 30):
+        ours, other = dataset[step, 0, 0], plain[step, 0, 0]
+        assert ours.keys() == other.keys() and ours["mask"].shape == (1, 48, 64)
+        differing = {name for name in ours if not torch.equal(ours[name], other[name])}
+        assert differing in (set(), {"prompt_embeds", "pooled_prompt_embeds", "text_ids"})
+        dropped += bool(differing)
+        if differing:
+            assert ours["pooled_prompt_embeds"].unique() == 200, "the dropped caption, with the same references"
+    assert 5 < dropped < 25
+
+
+def test_an_entry_is_made_again_when_what_it_reads_changes_and_no_other(folder):
+    rows = [(0, ["one0.png"], {"mask": "two1.png"}), (1, ["one1.png", "two1.png"], {}), (2, ["one0.png"], {})]
+    write_table(folder, *rows)
+
+    def missing(*rows, **kwargs):
+        if rows:
+            write_table(folder, *rows)
+        return prepare(folder, **kwargs)[2]
+
+    # Of each item its caption and the dropped one; with the same references those are one.
+    assert missing() == {"captions": 5, "media": 4}
+    assert missing() == {"captions": 0, "media": 0}
+    Image.new("RGB", (64, 32), "red").save(folder / "two1.png")
+    assert missing() == {"captions": 2, "media": 2}, "a reference of one, the mask of another"
+    Image.new("RGB", (64, 48), "red").save(folder / "target0.png")
+    assert missing() == {"captions": 0, "media": 1}
+    rows[2] = (2, ["one0.png", "one0.png"], {})
+    assert missing(*rows) == {"captions": 2, "media": 1}
+    rows[1] = (1, ["two1.png", "one1.png"], {})
+    assert missing(*rows) == {"captions": 2, "media": 1}, "their order counts"
+    rows[0] = (0, ["one0.png"], {"mask": "two1.png", "prompt": "another"})
+    assert missing(*rows) == {"captions": 1, "media": 0}
+    assert missing(identities={"captions": 1, "media": 2}) == {"captions": 0, "media": 4}, "another version"
+
+
+def test_versions_of_packages_and_of_decoding_count(folder, monkeypatch):
+    write_table(folder, (0, ["one0.png"], {}))
+    item = prepare(folder)[0][0]
+    text, media = Encoding("captions", ("a",)), Encoding("media", (), item, ("target",))
+
+    def paths():
+        plan = EncodingPlan(Cache(folder / "cache"), ONE_PROCESS, {"captions": 1, "media": 1}, [text, media])
+        return plan.path(text), plan.path(media)
+
+    before = paths()
+    assert paths() == before
+    monkeypatch.setattr("dataset.encoding.DECODING", {"version": 2})
+    assert paths()[0] == before[0] and paths()[1] != before[1]
+    monkeypatch.undo()
+    # With torchvision, say, transformers resizes images by other code than without it.
+    monkeypatch.setattr("dataset.encoding.installed_versions", lambda packages: dict.fromkeys(packages, "1.0"))
+    assert paths()[0] != before[0] and paths()[1] != before[1]
+
+
+def test_a_further_file_that_cannot_be_read_is_named(folder):
+    (folder / "two1.png").write_bytes(b"no image")
+    write_table(folder, (0, ["one1.png", "two1.png"], {}))
+    with pytest.raises(RefusedError, match=r"target0.png \(metadata.jsonl line 1\): file 2 of its references is not"):
+        prepare(folder)
+
+
+def test_a_reference_that_changes_while_it_is_read_is_refused(folder):
+    write_table(folder, (0, ["one0.png"], {}))
+    _, plan, _ = prepare(folder, encode=False)
+
+    def read_and_change(row, record):
+        pixels = read_image(row, record)
+        Image.new("RGB", (40, 40), "red").save(folder / "one0.png")
+        return pixels
+
+    encode = functools.partial(
+        encode_missing, plan, "captions", None, load=lambda: "text", encode=FAMILY.encode_prompt
+    )
+    with pytest.raises(RefusedError, match="changed while it was read"):
+        encode(read=read_and_change)

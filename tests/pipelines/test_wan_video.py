@@ -234,7 +234,7 @@ PROMPTS = [
 def test_prompt_embeds_equal_those_of_the_stock_call(prompt, tiny_model):
     """What reaches the transformer in a stock sampling, which also says how long the text is padded."""
     encoder = wan_video.WanVideo(tiny_model("wan_t2v")).load_parts(("text_encoder", "tokenizer"))
-    ours = wan_video.encode_prompt(encoder, prompt)
+    ours = wan_video.encode_prompt(encoder, prompt)["prompt_embeds"]
     pipeline = DiffusionPipeline.from_pretrained(tiny_model("wan_t2v"))
     pipeline.set_progress_bar_config(disable=True)
     seen = []
@@ -252,7 +252,7 @@ def test_prompt_embeds_equal_those_of_the_stock_call(prompt, tiny_model):
 
 def test_text_encoder_is_in_bf16_by_default(tiny_model):
     encoder = wan_video.WanVideo(tiny_model("wan_t2v")).load_prompt_encoder("cpu")
-    assert wan_video.encode_prompt(encoder, "a cat").dtype == torch.bfloat16
+    assert wan_video.encode_prompt(encoder, "a cat")["prompt_embeds"].dtype == torch.bfloat16
 
 
 # ---------------------------------------------------------------- clips

@@ -72,8 +72,8 @@ def test_encoders_give_samples_of_the_shapes_that_they_are_said_to_give(family, 
         prompt_encoder = qwen_image.QwenImage(model).load_prompt_encoder("cpu")
         vae = qwen_image.QwenImage(model).load_media_encoder("cpu")
         modules = {"text encoder": prompt_encoder.text_encoder, "VAE": vae, "previews": vae}
-        embeds = qwen_image.encode_prompt(prompt_encoder, "a cat")
-        sample = {"prompt_embeds": embeds} | qwen_image.encode_image(vae, torch.zeros(3, 64, 96))
+        sample = qwen_image.encode_prompt(prompt_encoder, "a cat")
+        sample |= qwen_image.encode_image(vae, torch.zeros(3, 64, 96))
         _, num_tokens = qwen_image.count_prompt_tokens(prompt_encoder, "a cat")
         skeletons = qwen_image.encoder_skeletons(model, num_tokens=num_tokens, **size)
     else:
@@ -81,7 +81,7 @@ def test_encoders_give_samples_of_the_shapes_that_they_are_said_to_give(family, 
         prompt_encoder = wan_video.WanVideo(model).load_prompt_encoder("cpu")
         clip_encoder = wan_video.WanVideo(model).load_media_encoder("cpu")
         modules = {"text encoder": prompt_encoder.text_encoder, "VAE": clip_encoder, "previews": clip_encoder}
-        sample = {"prompt_embeds": wan_video.encode_prompt(prompt_encoder, "a cat")}
+        sample = wan_video.encode_prompt(prompt_encoder, "a cat")
         sample |= wan_video.encode_clip(clip_encoder, torch.zeros(3, 9, 64, 96), task=task)
         skeletons = wan_video.encoder_skeletons(model, task=task, num_frames=9, **size)
     found = {}

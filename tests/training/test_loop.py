@@ -11,7 +11,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from blockwise.log import MemoryLog
-from dataset.batches import TrainingDataset, plan_batches
+from dataset.batches import Sample, TrainingDataset, plan_batches
 from dataset.draws import Draw
 from dataset.inspection import Item
 from dataset.metadata import Row
@@ -56,8 +56,7 @@ def make_dataset(infinite=()):
     def read(index):
         return {"latents": latents[index], "prompt_embeds": torch.zeros(1, 1)}
 
-    names = [str(n) for n in range(NUM_ITEMS)]
-    return TrainingDataset(names, [(n,) for n in range(NUM_ITEMS)], read, [LAW] * NUM_ITEMS, seed=42)
+    return TrainingDataset([Sample(str(n), (n,), law=LAW) for n in range(NUM_ITEMS)], read, seed=42)
 
 
 def run(tmp_path, *flags, module=None, batch_sizes=(None,) * NUM_ITEMS, infinite=()):
@@ -69,7 +68,7 @@ def run(tmp_path, *flags, module=None, batch_sizes=(None,) * NUM_ITEMS, infinite
     args = parse_args(flags, description="", values=VALUES)
     row = Row("a", "a", {}, "a")
     items = [
-        Item(row, {"id": "a", "caption": "a", "used": {"size": [4, 4], "frames": 1, "batch_size": batch_size}}, None)
+        Item(row, {"id": "a", "caption": "a", "used": {"size": [4, 4], "frames": 1, "batch_size": batch_size}}, {})
         for batch_size in batch_sizes
     ]
     batches = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
