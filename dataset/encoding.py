@@ -140,19 +140,16 @@ def count_caption_tokens(items, further_captions, count_tokens):
     Returns:
         `dict[str, int]`: How many are kept of each.
     """
-    captions = dict.fromkeys([*(item.row.caption for item in items), *further_captions])
-    counts = {caption: count_tokens(caption) for caption in captions}
-    cut = [
-        f"{caption[:60]!r}...: {counts[caption][0]} tokens, {counts[caption][1]} kept"
-        for caption in dict.fromkeys(further_captions)
-        if counts[caption][0] > counts[caption][1]
-    ]
-    for item in items:
-        num_tokens, kept = counts[item.row.caption]
+    texts = [(item.row.name, item.row.caption, item.record) for item in items]
+    texts += [("prompt of a preview", caption, {"reason": None}) for caption in dict.fromkeys(further_captions)]
+    counts = {caption: count_tokens(caption) for caption in dict.fromkeys(caption for _, caption, _ in texts)}
+    cut = []
+    for name, caption, record in texts:
+        num_tokens, kept = counts[caption]
         if num_tokens > kept:
-            cut.append(f"{item.row.name}: {num_tokens} tokens, {kept} kept: {item.row.caption[:60]!r}...")
+            cut.append(f"{name}: {num_tokens} tokens, {kept} kept: {caption[:60]!r}...")
             change = f"caption cut from {num_tokens} to {kept} tokens"
-            item.record["reason"] = "; ".join(filter(None, [item.record["reason"], change]))
+            record["reason"] = "; ".join(filter(None, [record["reason"], change]))
     if cut:
         logger.warning("%d captions are cut, as the stock pipeline would cut them:\n%s", len(cut), first_five(cut))
     return {caption: kept for caption, (_, kept) in counts.items()}
