@@ -15,7 +15,7 @@ from blockwise.tracking import LiveBytes
 NUM_WATCHED_STEPS = 3
 MAX_SAMPLES = 4000
 
-# From the bottom of the picture to its top: what is there all the time comes first.
+# From the bottom of the plot to its top: what is there all the time comes first.
 CATEGORIES = ("weights", "adapters", "optimizer_state", "ema", "gradients", "batch", "activations")
 
 # One of them is in the message of every error that means "no memory is left", whatever its class.
@@ -44,15 +44,12 @@ class MemoryLog:
 
     def __init__(self):
         self.points = []
-        self.watched = None
-        self.parking = self.data = None
-        self.forecast_bytes = None
-        self.suggestions = None
+        self.watched = self.parking = self.data = self.forecast_bytes = self.suggestions = None
         self._device = torch.device("cpu")
         self._start = time.perf_counter()
         self._repeated = set()  # points that the table leaves out
         self._peaks = {}  # mark -> the highest peak since `peak_since` was asked about it
-        self._step = None  # the optimizer step that is being made
+        self._step = None  # the number of the optimizer step that is being made
         self._aside = None  # the phase between two of them
         self._module = lambda: None  # a weak reference to what is trained
 
@@ -60,11 +57,10 @@ class MemoryLog:
         return self
 
     def __exit__(self, kind, error, traceback):
-        if isinstance(error, (RuntimeError, MemoryError)) and _means_out_of_memory(error):
-            message = self._explain(error)
-            self.end_training()
-            raise OutOfMemory(message) from error
+        message = self._explain(error) if _means_out_of_memory(error) else None
         self.end_training()
+        if message is not None:
+            raise OutOfMemory(message) from error
 
     # ---- named points
 
@@ -75,13 +71,13 @@ class MemoryLog:
 
     def point(self, name):
         """Record what is held now and, of the device, the peak since the last point; in bytes, None: not reported."""
-        has_counters = self._has_counters()
+        now = self._allocated()
         self.points.append(
             {
                 "name": name,
                 "seconds": time.perf_counter() - self._start,
-                "allocated_bytes": torch.accelerator.memory_allocated(self._device) if has_counters else None,
-                "reserved_bytes": torch.accelerator.memory_reserved(self._device) if has_counters else None,
+                "allocated_bytes": now.get("allocated"),
+                "reserved_bytes": now.get("reserved"),
                 "peak_bytes": self.peak_since("point"),
                 "host_rss_bytes": _host_rss_bytes(),
                 "pinned_bytes": offload.counters()["slab_bytes"],
@@ -122,14 +118,12 @@ class MemoryLog:
         scale, unit = _unit(max((point[key] or 0 for point in self.points for key in keys), default=0))
         rows = [("memory at", "seconds", "allocated", "reserved", "peak since", "host", "pinned", unit)]
         for number, point in enumerate(self.points):
-            if number in self._repeated:
-                continue
-            sizes = ["-" if point[key] is None else f"{point[key] / scale:.2f}" for key in keys]
-            rows.append((point["name"], f"{point['seconds']:.1f}", *sizes, ""))
+            if number not in self._repeated:
+                sizes = ["-" if point[key] is None else f"{point[key] / scale:.2f}" for key in keys]
+                rows.append((point["name"], f"{point['seconds']:.1f}", *sizes, ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
-        )
+        lines = (row[0].ljust(widths[0]) + "  " + "  ".join(map(str.rjust, row[1:], widths[1:])) for row in rows)
+        return "\n".join(map(str.rstrip, lines))
 
     # ---- training
 
@@ -167,7 +161,7 @@ class MemoryLog:
         self._step, self._module, self._aside = None, lambda: None, name
         yield
         (self._step, self._module), self._aside = where, None
-        watched.go_on()
+        watched.resume()
         self.point("training")
         self.peak_since("step")
 
@@ -191,36 +185,28 @@ class MemoryLog:
 
     def _explain(self, error):
         asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
-        sentences = [f"Out of memory {self._where()}{f', when asked for {asked[1]}' if asked else ''}."]
-        if self._has_counters():
-            actual = {
-                "allocated": torch.accelerator.memory_allocated(self._device),
-                "reserved": torch.accelerator.memory_reserved(self._device),
-                "at the peak": self.peak_since("step" if self._step is not None else "point"),
-            }
-        else:
-            actual = {"of host memory in use": _host_rss_bytes()}
-            if self._step is not None and self.watched.peak_bytes:
-                actual["at the peak of the first steps' tensors"] = self.watched.peak_bytes
-        forecast = ""
+        asked = f", when asked for {asked[1]}" if asked else ""
+        actual = self._allocated()
+        if actual:
+            actual["at the peak"] = self.peak_since("point" if self._step is None else "step")
+        elif (in_use := _host_rss_bytes()) is not None:
+            actual["of host memory in use"] = in_use
+        if not self._has_counters() and self._step is not None and self.watched.peak_bytes:
+            actual["at the peak of the first steps' tensors"] = self.watched.peak_bytes
+        actual = ", ".join(f"{_size(num_bytes)} {what}" for what, num_bytes in actual.items())
+        compared = f"Actual: {actual}"
         if self.forecast_bytes is not None and self._aside is None:
-            forecast = f"Forecast for training: {_size(self.forecast_bytes)}; "
-        actual = ", ".join(f"{_size(num_bytes)} {what}" for what, num_bytes in actual.items() if num_bytes is not None)
-        sentences.append(f"{forecast}{'actual' if forecast else 'Actual'}: {actual}.")
-        if self.suggestions is not None:
-            phase = self._aside or (None if self._step is None else "training")
-            best = sorted(self.suggestions(phase), key=lambda pair: -pair[1])[:3]
-            if best:
-                listed = "; ".join(f"{setting} ({_size(num_bytes)})" for setting, num_bytes in best)
-                sentences.append(f"What would save most: {listed}.")
-        return " ".join(sentences)
+            compared = f"Forecast for training: {_size(self.forecast_bytes)}; actual: {actual}"
+        message = f"Out of memory {self._where()}{asked}. {compared}."
+        phase = self._aside or (None if self._step is None else "training")
+        best = sorted(self.suggestions(phase), key=lambda pair: -pair[1])[:3] if self.suggestions is not None else ()
+        listed = "; ".join(f"{setting} ({_size(num_bytes)})" for setting, num_bytes in best)
+        return f"{message} What would save most: {listed}." if listed else message
 
     def _where(self):
         if self._step is None:
             return f"after the point '{self.points[-1]['name']}'" if self.points else "at the start"
-        place = f"in step {self._step}"
-        if self.watched.is_open:
-            place += f" ({self.watched.phase})"
+        place = f"in step {self._step}" + (f" ({self.watched.phase})" if self.watched.is_open else "")
         block, recomputed = checkpointing.last_run["block"](), checkpointing.last_run["recomputed"]
         for name, module in self._module().named_modules():
             if module is block:
@@ -230,8 +216,17 @@ class MemoryLog:
     def _has_counters(self):
         return self._device.type not in ("cpu", "mps")
 
+    def _allocated(self):
+        """Return what the allocator of the device holds, empty where it does not report it."""
+        if not self._has_counters():
+            return {}
+        functions = {"allocated": torch.accelerator.memory_allocated, "reserved": torch.accelerator.memory_reserved}
+        return {name: function(self._device) for name, function in functions.items()}
+
 
 def _means_out_of_memory(error):
+    if not isinstance(error, (RuntimeError, MemoryError)):
+        return False
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(_OUT_OF_MEMORY.search(str(error)))
 
 
@@ -259,83 +254,84 @@ class Watch:
         while hasattr(optimizer, "optimizer"):  # the wrappers of Accelerate and DeepSpeed hold what they wrap
             optimizer = optimizer.optimizer
         self.peak_bytes, self.by_category, self.held_bytes = 0, {}, None
-        self.samples, self.marks = [], []
-        self.phase = "batch"
-        self.num_steps = 0
-        self._num_events, self._stride = 0, 1
-        self._log, self._device_type, self._average = log, device_type, average
-        self._hooks = [
-            module.register_forward_pre_hook(lambda module, args: self._begin_forward(module, optimizer, args)),
-            module.register_forward_hook(lambda module, args, loss: self._end_forward(loss)),
+        self.marks, self.phase, self.num_steps, self.is_open = [], "batch", 0, True
+        self._samples, self._num_events, self._stride = {}, 0, 1  # of each stretch the highest
+        self._log, self._device_type = log, device_type
+        self._objects = optimizer, average  # until all is known of them
+        self._knows_all = False
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._hooks = contextlib.ExitStack()
+        for hook in (
+            module.register_forward_pre_hook(self._begin_forward),
+            module.register_forward_hook(self._end_forward),
             optimizer.register_step_pre_hook(lambda *_: self._begin("optimizer", "optimizer_state")),
             optimizer.register_step_post_hook(lambda *_: self._begin("batch", "batch")),
-        ]
-        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._masters = []
-        self._hooks += [
-            parameter.register_post_accumulate_grad_hook(lambda parameter: self._count([parameter.grad], "gradients"))
-            for parameter in self._trained
-        ]
-        self.is_open, self._is_paused = True, False
-        self._knows_all = False  # weights and the optimizer's state
+            *(
+                p.register_post_accumulate_grad_hook(lambda p: self._count([p.grad], "gradients"))
+                for p in self._trained
+            ),
+        ):
+            self._hooks.callback(hook.remove)
         self._live = LiveBytes(device_type, on_change=lambda live: self._sample())
         self._live.category = "batch"
         self._live.by_category.update(dict.fromkeys(CATEGORIES, 0))
-        self._live.__enter__()
+        self._following = contextlib.ExitStack()
+        self._following.enter_context(self._live)
+
+    @property
+    def samples(self):
+        return list(self._samples.values())
 
     def end_step(self):
         """Record that an optimizer step is made; after the third nothing is followed, or costs anything, more."""
-        if not self.is_open:
-            return
-        self.num_steps += 1
-        self._mark("step")
-        self._begin("batch", "batch")
-        if self.num_steps == 1:
-            self._log.point("first step")
-        if self.num_steps == NUM_WATCHED_STEPS:
-            self.close()
+        if self.is_open:
+            self.num_steps += 1
+            self._mark("step")
+            self._begin("batch", "batch")
+            if self.num_steps == 1:
+                self._log.point("first step")
+            if self.num_steps == NUM_WATCHED_STEPS:
+                self.close()
 
     def pause(self):
-        """Leave out what comes now, until `go_on`."""
-        if self.is_open:
-            self._live.__exit__(None, None, None)
-            self._is_paused = True
+        """Leave out what comes now, until `resume`."""
+        self._following.close()
 
-    def go_on(self):
+    def resume(self):
         """Follow what comes again."""
         if self.is_open:
-            self._live.__enter__()
-            self._is_paused, self._knows_all = False, False
+            self._following.enter_context(self._live)
+            self._knows_all = False
 
     def close(self):
-        """Let go of everything; again: nothing."""
-        if self.is_open:
-            self.is_open = False
-            if not self._is_paused:
-                self._live.__exit__(None, None, None)
-            for hook in self._hooks:
-                hook.remove()
-            self._live, self._hooks, self._trained, self._masters, self._average = None, [], [], [], ()
+        """Release everything; again: nothing."""
+        self.is_open = False
+        self._following.close()
+        self._hooks.close()
+        self._live, self._trained, self._objects = None, [], (None, ())
 
     def _begin(self, phase, category):
         self.phase, self._live.category = phase, category
 
-    def _begin_forward(self, module, optimizer, args):
+    def _masters(self):
+        optimizer, _ = self._objects
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def _begin_forward(self, module, args):
         if not self._knows_all:
             self._knows_all = True
             # Now, since preparing or resuming may have replaced the tensors. The parameters come last: an optimizer
             # has them too, where they are their own fp32 masters.
-            masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self._masters = masters
-            self._count([*masters, *tree_leaves(list(optimizer.state.values()))], "optimizer_state")
-            self._count(self._average, "ema")
+            optimizer, average = self._objects
+            self._count([*self._masters(), *tree_leaves(list(optimizer.state.values()))], "optimizer_state")
+            self._count(average, "ema")
             self._count([*module.parameters(), *module.buffers()], "weights")
             self._count([p for name, p in module.named_parameters() if ".lora_" in name], "adapters")
         self._count(tree_leaves(args), "batch")
         self._begin("forward", "activations")
         self._before_forward = self._sample()
 
-    def _end_forward(self, loss):
+    def _end_forward(self, module, args, loss):
         after = self._sample()
         self._mark("forward")
         if self.held_bytes is None:
@@ -353,7 +349,7 @@ class Watch:
         if not any(what == "backward" for _, what in self.marks):
             self._log.point("first backward")
         # Again, since DDP has put views of its buckets in their place, and may have made sums of those of the masters.
-        self._count([parameter.grad for parameter in (*self._trained, *self._masters)], "gradients")
+        self._count([parameter.grad for parameter in (*self._trained, *self._masters())], "gradients")
         self._mark("backward")
         self._begin("after backward", "gradients")  # such as those of fp32 masters
 
@@ -366,37 +362,24 @@ class Watch:
 
     def _sample(self):
         """Record what is alive, and return its bytes."""
-        event, live = self._num_events, self._live
+        event, num_bytes = self._num_events, self._live.live_bytes
         self._num_events += 1
-        num_bytes, parked = live.live_bytes, offload.pool_bytes()
-        is_peak = num_bytes > self.peak_bytes
-        starts_stretch = not self.samples or self.samples[-1][0] // self._stride != event // self._stride
-        if is_peak or starts_stretch or num_bytes > self.samples[-1][1]:
-            by_category = dict(live.by_category)
-            if is_peak:
+        known = self._samples.get(event // self._stride)
+        if known is None or num_bytes > known[1]:
+            by_category = dict(self._live.by_category)
+            self._samples[event // self._stride] = event, num_bytes, by_category, offload.pool_bytes()
+            if num_bytes > self.peak_bytes:
                 self.peak_bytes, self.by_category = num_bytes, by_category
-            if not starts_stretch:
-                self.samples.pop()
-            self.samples.append((event, num_bytes, by_category, parked))
-            if len(self.samples) > MAX_SAMPLES:
-                self._thin()
+        if len(self._samples) > MAX_SAMPLES:
+            self._stride *= 2
+            samples, self._samples = self.samples, {}
+            for sample in samples:
+                higher = max(self._samples.get(sample[0] // self._stride, sample), sample, key=lambda each: each[1])
+                self._samples[sample[0] // self._stride] = higher
         return num_bytes
-
-    def _thin(self):
-        self._stride *= 2
-        highest = {}
-        for sample in self.samples:
-            stretch = sample[0] // self._stride
-            if stretch not in highest or sample[1] > highest[stretch][1]:
-                highest[stretch] = sample
-        self.samples = list(highest.values())
 
 
 # ---------------------------------------------------------------- for people
-
-
-def _unit(num_bytes):
-    return (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
 
 
 def _host_rss_bytes():
@@ -406,6 +389,10 @@ def _host_rss_bytes():
     except ImportError:
         return None
     return psutil.Process().memory_info().rss
+
+
+def _unit(num_bytes):
+    return (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
 
 
 def _size(num_bytes):
@@ -419,36 +406,31 @@ def _plot(watch, path, forecast_bytes):
     from matplotlib.figure import Figure
 
     scale, unit = _unit(max(watch.peak_bytes, forecast_bytes or 0))
-    events = [sample[0] for sample in watch.samples]
-    shown = [category for category in CATEGORIES if any(sample[2][category] for sample in watch.samples)]
+    events, _, by_category, parked = zip(*watch.samples, strict=True)
+    shown = [category for category in CATEGORIES if any(sizes[category] for sizes in by_category)]
     figure = Figure(figsize=(10, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.stackplot(
         events,
-        [[sample[2][category] / scale for sample in watch.samples] for category in shown],
+        [[sizes[category] / scale for sizes in by_category] for category in shown],
         labels=[category.replace("_", " ") for category in shown],
         colors=[f"C{CATEGORIES.index(category)}" for category in shown],
         step="post",
         linewidth=0,
     )
-    if any(sample[3] for sample in watch.samples):
-        parked = [sample[3] / scale for sample in watch.samples]
+    if any(parked):
+        parked = [num_bytes / scale for num_bytes in parked]
         axes.step(events, parked, where="post", color="black", linestyle="--", label="parked in host memory")
     if forecast_bytes is not None:
         axes.axhline(forecast_bytes / scale, color="crimson", label=f"forecast peak, {_size(forecast_bytes)}")
-    styles = {"forward": (":", 0.8, "a forward pass ends"), "backward": ("-.", 0.8, "a backward pass ends")}
-    styles["step"] = ("-", 1.2, "an optimizer step ends")
-    for what, (linestyle, linewidth, label) in styles.items():
-        for number, event in enumerate(event for event, mark in watch.marks if mark == what):
-            label = None if number else label  # once in the legend
-            axes.axvline(event, color="0.3", linestyle=linestyle, linewidth=linewidth, label=label)
-    axes.set(
-        xlabel="operations that made tensors, in their order",
-        ylabel=unit,
-        xlim=(0, 1.01 * events[-1] + 1),
-        ylim=(0, None),
-        title=f"Memory by category, optimizer steps 1 to {watch.num_steps}: at most {_size(watch.peak_bytes)}",
-    )
+    styles = {"forward": (":", "a forward pass"), "backward": ("-.", "a backward pass"), "step": ("-", "a step")}
+    for what, (linestyle, name) in styles.items():
+        label = f"{name} ends"
+        for event in (event for event, mark in watch.marks if mark == what):
+            axes.axvline(event, color="0.3", linestyle=linestyle, linewidth=1, label=label)
+            label = None  # once in the legend
+    title = f"Memory by category, optimizer steps 1 to {watch.num_steps}: at most {_size(watch.peak_bytes)}"
+    axes.set(xlabel="operations that made tensors, in their order", ylabel=unit, ylim=(0, None), title=title)
     figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)
