@@ -12,13 +12,14 @@ import copy
 import dataclasses
 import functools
 import math
+import re
 from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from blockwise import offload
 from blockwise.plan import Cost, MemoryPlan
@@ -184,13 +185,11 @@ class ShrunkModel:
         """Return the names here of those of the modules `names` of the whole model that are here."""
         found = []
         for name in names:
-            block_list = next((one for one in self.kept if name.startswith(f"{one}.")), None)
-            if block_list is None:
+            block = re.match(rf"({'|'.join(map(re.escape, self.kept))})\.(\d+)\.", name)
+            if block is None:
                 found.append(name)
-                continue
-            index, _, rest = name.removeprefix(f"{block_list}.").partition(".")
-            if int(index) in self.kept[block_list]:
-                found.append(f"{block_list}.{self.kept[block_list].index(int(index))}.{rest}")
+            elif (index := int(block[2])) in self.kept[block[1]]:
+                found.append(f"{block[1]}.{self.kept[block[1]].index(index)}.{name[block.end() :]}")
         return found
 
 
@@ -466,8 +465,22 @@ def _record(blocks, transformer, step):
         for parameter in parameters:
             parameter.grad = None
 
+    pieces = _pieces(marks, start_bytes)
+    return _Recording(
+        before=pieces["before"],
+        forward=[pieces["forward", index] for index in range(len(blocks))],
+        after=pieces["after"],
+        recomputation=[pieces["recomputation", index] for index in range(len(blocks))],
+        backward=[pieces["backward", index] for index in range(len(blocks))],
+        input_bytes=_parkable_bytes(inputs, (True, False)),
+        frozen_input_bytes=_parkable_bytes(inputs, (False,)),
+    )
+
+
+def _pieces(marks, start):
+    """Return the `Piece` that begins at each mark, or "before" the first, from what the marks hold in their order."""
+    pieces, start_gradients = collections.defaultdict(Piece), 0
     # Each mark holds the peak of the piece that it ends, which began at the mark before it.
-    pieces, start, start_gradients = collections.defaultdict(Piece), start_bytes, 0
     for piece, end in zip(["before", *marks], marks.values(), strict=False):
         live_bytes, peak_bytes, gradients, gradients_at_peak, peak_of_others = end
         pieces[piece] = Piece(
@@ -478,15 +491,7 @@ def _record(blocks, transformer, step):
             rise_of_others_bytes=peak_of_others - (start - start_gradients),
         )
         start, start_gradients = live_bytes, gradients
-    return _Recording(
-        before=pieces["before"],
-        forward=[pieces["forward", index] for index in range(len(blocks))],
-        after=pieces["after"],
-        recomputation=[pieces["recomputation", index] for index in range(len(blocks))],
-        backward=[pieces["backward", index] for index in range(len(blocks))],
-        input_bytes=_parkable_bytes(inputs, (True, False)),
-        frozen_input_bytes=_parkable_bytes(inputs, (False,)),
-    )
+    return pieces
 
 
 def _parkable_bytes(inputs, requires_grad):
@@ -499,44 +504,20 @@ def _parkable_bytes(inputs, requires_grad):
     return result
 
 
-class _Flops(torch.utils._python_dispatch.TorchDispatchMode):
-    """Adds up the floating-point operations of matrix products, convolutions and attention."""
-
-    # torch's own counter misses the attention kernel of the CPU.
-    _ATTENTION = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-        torch.ops.aten._scaled_dot_product_flash_attention,
-        torch.ops.aten._scaled_dot_product_efficient_attention,
-    )
-
-    def __init__(self):
-        super().__init__()
-        self.num_flops = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in self._ATTENTION:
-            self.num_flops += sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-        elif packet in flop_registry:
-            self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-        return result
-
-
 def _count_flops(blocks, step):
     """Return for each block the floating-point operations of its forward pass."""
     counts = dict.fromkeys(blocks, 0)
-    with _Flops() as flops, contextlib.ExitStack() as hooks, torch.no_grad():
 
-        def count(sign):
-            def hook(block, *_):
-                counts[block] += sign * flops.num_flops
+    def count(sign, block):
+        counts[block] += sign * counter.get_total_flops()
 
-            return hook
-
+    # By itself the counter misses the attention kernel of the CPU.
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    known = {attention: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)}  # their shapes
+    with FlopCounterMode(display=False, custom_mapping=known) as counter, torch.no_grad():
         for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(count(-1)).remove)
-            hooks.callback(block.register_forward_hook(count(1)).remove)
+            block.register_forward_pre_hook(lambda block, *_: count(-1, block))
+            block.register_forward_hook(lambda block, *_: count(1, block))
         step()
     return list(counts.values())
 
