@@ -3,6 +3,7 @@
 import pathlib
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -97,6 +98,12 @@ def written_words():
     for path in (ROOT / "scripts").rglob("*"):
         if path.suffix in (".py", ".sh"):
             yield path.relative_to(ROOT), path.read_text()
+
+
+@pytest.mark.parametrize("script", ["train_qwen_image.py", "train_wan_video.py"])
+def test_no_such_word_in_the_help(script):
+    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert WORDS.findall(re.sub(r"\s+", " ", done.stdout)) == []
 
 
 def test_no_word_that_the_glossary_replaces():
