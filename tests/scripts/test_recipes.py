@@ -6,7 +6,6 @@ published configs: what a run would refuse, or read otherwise than the recipe sa
 
 import ast
 import dataclasses
-import functools
 import os
 import pathlib
 import re
@@ -18,9 +17,9 @@ import time
 import pytest
 import torch
 
-from benchmarks.forecasts import GIB, MODELS, describe_size, dry_run, memory_row, model_folder, size_class
+from benchmarks.forecasts import GIB, MODELS, describe_size, dry_run, memory_row, size_class
 from blockwise import offload
-from pipelines.wan_video import WanVideo
+from pipelines.wan_video import find_variant
 from runtime.errors import RefusedError
 from training.arguments import parse_args, resolve_for_model
 from training.optimizers import find_optimizer
@@ -117,11 +116,21 @@ def parse(training_script, flags):
     return args
 
 
-@functools.cache
 def wan_values(hub_id):
-    """Return what training takes from a model of the hub, by way of a folder with the configs published there."""
-    model = hub_id.removeprefix("Wan-AI/").removesuffix("-Diffusers")
-    variant = WanVideo(model_folder(model).name).variant
+    """Return what training takes from a model of the hub, by what its published configs state."""
+    two_images, own_timesteps = "FLF2V" in hub_id, "TI2V" in hub_id
+    channels = 48 if own_timesteps else 16
+    conditions = 20 if two_images or "-I2V-" in hub_id else 0
+    variant = find_variant(
+        {"boundary_ratio": 0.9 if "A14B" in hub_id else None, "expand_timesteps": own_timesteps},
+        {
+            "patch_size": [1, 2, 2],
+            "in_channels": channels + conditions,
+            "out_channels": channels,
+            "pos_embed_seq_len": 514 if two_images else None,
+        },
+        {"scale_factor_spatial": 16 if own_timesteps else 8},
+    )
     return dataclasses.asdict(variant) | {"experts": variant.experts, "lora_target_modules": "to_q"}
 
 
