@@ -59,11 +59,19 @@ def parse_args(argv, *, description, values, resolve=True):
     for name, flag in flags.items():
         is_later = callable(flag.default) or flag.default in (REQUIRED, BY_MODEL)
         setattr(args, name, given.get(name, None if is_later else flag.default))
-    _refuse_missing(args, given, flags)
+    absent = {name: flag for name, flag in flags.items() if name not in given}
+    excluded = {rival for name, value in given.items() if _is_on(value) for rival in _rivals(name, flags)}
+    void = {name for name, flag in absent.items() if name in excluded or not _has_effect(flag, args)}
+    missing = [flag for name, flag in absent.items() if flag.default is REQUIRED and name not in void]
+    if missing:
+        by = [flag.label + (f" (by --{flag.needs.replace('=', ' ')})" if flag.needs else "") for flag in missing]
+        raise RefusedError(f"Required and not given: {', '.join(by)}.")
     _refuse_without_effect(args, given, flags)
-    for name, flag in flags.items():
-        if name not in given:
-            setattr(args, name, _default(flag, args, given, flags))
+    for name, flag in absent.items():
+        if name in void:
+            setattr(args, name, False if flag.kind is SWITCH else None)
+        else:
+            setattr(args, name, flag.default(args) if callable(flag.default) else flag.default)
     args.optimizer_args = dict(args.optimizer_args)
     if args.max_train_steps is not None:
         check_length(args, args.max_train_steps)
@@ -130,27 +138,9 @@ def _rivals(name, flags):
 
 
 def _has_effect(flag, args):
-    """Return whether one of the needs of a flag is met."""
-    needs = [need.partition("=") for need in flag.needs.split()]
-    return not needs or any(
-        getattr(args, name) == value if is_one else getattr(args, name) for name, is_one, value in needs
-    )
-
-
-def _default(flag, args, given, flags):
-    """Return the value of a flag that is not given: None, or a switch that is off, if it would have no effect."""
-    if not _has_effect(flag, args) or any(_is_on(given.get(rival)) for rival in _rivals(flag.name, flags)):
-        return False if flag.kind is SWITCH else None
-    return flag.default(args) if callable(flag.default) else flag.default
-
-
-def _refuse_missing(args, given, flags):
-    missing = []
-    for flag in flags.values():
-        if flag.default is REQUIRED and flag.name not in given and _default(flag, args, given, flags) is REQUIRED:
-            missing.append(flag.label + (f" (by --{flag.needs.replace('=', ' ')})" if flag.needs else ""))
-    if missing:
-        raise RefusedError(f"Required and not given: {', '.join(missing)}.")
+    """Return whether one of the needs of a flag is met, if it has any."""
+    met = {need for name, value in vars(args).items() if value for need in (name, f"{name}={value}")}
+    return not flag.needs or not met.isdisjoint(flag.needs.split())
 
 
 def _refuse_without_effect(args, given, flags):
