@@ -164,10 +164,8 @@ def _report_repeats_in_names(rows, dataset):
     path, repeat = os.path.abspath(dataset["dataset_path"]), dataset["dataset_repeat"]
     folders = sorted({os.path.basename(os.path.dirname(os.path.join(path, row.id))) for row in rows})
     found = [name for name in folders if re.match(r"[0-9]{1,3}_.", name) and int(name.split("_")[0]) != repeat]
-    what = (
-        "folders have a number of repeats in their names, as kohya's scripts want them, which is not used; each item"
-    )
-    what += f" comes {repeat} times in an epoch (--dataset_repeat, or `datasets` of a --config file with one for each)"
+    what = "folders have repeats in their names, as kohya's scripts want them, which are not used; each item comes"
+    what += f" {repeat} times in an epoch (dataset_repeat, or `datasets` of a --config file with one for each)"
     _report(dataset["dataset_path"], what, found)
 
 
@@ -194,6 +192,7 @@ def read_rows(
     media_suffixes=IMAGE_SUFFIXES,
     frame_folders=False,
     roles=(),
+    only_sidecars=False,
 ):
     """Reads all rows of a dataset without decoding anything.
 
@@ -209,6 +208,7 @@ def read_rows(
         frame_folders: Whether a folder can be one item: where it holds images only and a text of its name is next to
             it, or where a row names it. Its images are no items then.
         roles: Which further files of an item the model takes: {role: whether every item needs one}.
+        only_sidecars: Reads the sidecar texts of a folder also where it has a metadata file.
 
     Returns:
         A list of `Row`: sidecar folders in order of their ids, all others in order of their rows. Those without a
@@ -232,11 +232,11 @@ def read_rows(
     files = [] if folder is None else _list_files(folder)
     saved = "dataset_dict.json" in files or {"dataset_info.json", "state.json"} <= set(files)
     is_hub = folder is None or saved
-    metadata = None if is_hub else _find_metadata(folder, files, dataset_metadata, media_suffixes)
+    metadata = None if is_hub or only_sidecars else _find_metadata(folder, files, dataset_metadata, media_suffixes)
     hint = ""
     if metadata is not None:
         items = _metadata_items(folder, files, metadata, pick, roles, media_suffixes, frame_folders)
-    elif is_hub or _is_hub_layout(files, media_suffixes):
+    elif is_hub or not only_sidecars and _is_hub_layout(files, media_suffixes):
         if dataset_metadata is not None:
             raise RefusedError(
                 f"--dataset_metadata {dataset_metadata} cannot be used with {dataset_path}, a Hugging Face dataset."
@@ -255,13 +255,6 @@ def read_rows(
         tables = [name for name in files if _suffix(name) in TABLE_SUFFIXES]
         hint = f" If {tables[0]} holds them, give it by --dataset_metadata." if tables else ""
     return _judge_captions(items, dataset_path, allow_missing_captions, media_suffixes, hint)
-
-
-def read_sidecars(dataset_path, *, allow_missing_captions=False, media_suffixes=IMAGE_SUFFIXES, frame_folders=False):
-    """Reads the rows of a folder by its sidecar texts, also where it has a metadata file; see `read_rows`."""
-    folder = os.path.abspath(dataset_path)
-    items = _sidecar_items(folder, _list_files(folder), media_suffixes, frame_folders)
-    return _judge_captions(items, dataset_path, allow_missing_captions, media_suffixes)
 
 
 def frame_names(folder):
@@ -294,14 +287,11 @@ def _judge_captions(items, name, allow_missing_captions, media_suffixes, hint=""
     found = sum(bool(row.caption) for row in rows)
     counts = ", ".join([f"{found} found", *(f"{len(lines)} {kind}" for kind, lines in without.items())])
     lines = [*without["empty"], *without["missing"]]
-    if allow_missing_captions and lines:
-        logger.warning(
-            "%s: captions: %s; these train on an empty caption.%s\n%s", name, counts, hint, first_five(lines)
-        )
+    if lines:
+        counts += "; these train on an empty caption" if allow_missing_captions else "; these are refused"
+        logger.warning("%s: captions: %s.%s\n%s", name, counts, hint, first_five(lines))
     else:
-        logger.log(
-            logging.WARNING if lines else logging.INFO, "%s: captions: %s.%s", name, counts, hint if lines else ""
-        )
+        logger.info("%s: captions: %s.", name, counts)
     return rows
 
 
@@ -340,11 +330,9 @@ def _list_files(folder):
         # are made by systems, not by people: .cache, ._a.jpg, .ipynb_checkpoints.
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         names += [_name_in(folder, os.path.join(place, name)) for name in files if not name.startswith(".")]
-    undecodable = [ascii(name) for name in sorted(names) if not _is_unicode(name)]
-    if undecodable:
-        raise RefusedError(
-            f"{folder} has {len(undecodable)} file names that are not UTF-8:\n{first_five(undecodable)}"
-        )
+    for name in names:
+        if not _is_unicode(name):
+            raise RefusedError(f"{folder} has a file whose name is not UTF-8: {ascii(name)}.")
     return sorted(names)
 
 
@@ -379,9 +367,8 @@ def _find_metadata(folder, files, dataset_metadata, media_suffixes):
     if not found:
         return None
     place, texts = os.path.join(os.path.dirname(found[0]), ""), _by_stem(files, (".txt",))
-    outside = [
-        name for name in _with_suffix(files, media_suffixes) if not name.startswith(place) and _stem(name) in texts
-    ]
+    elsewhere = [name for name in _with_suffix(files, media_suffixes) if not name.startswith(place)]
+    outside = [name for name in elsewhere if _stem(name) in texts]
     if outside:
         raise RefusedError(
             f"{folder} has a metadata file in a sub-folder, {found[0]}, and {len(outside)} files with texts "

@@ -30,7 +30,7 @@ from pathlib import Path
 
 # The script may be started from anywhere; the folder that Python adds is this script's own.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dataset.metadata import IMAGE_SUFFIXES, TABLE_SUFFIXES, VIDEO_SUFFIXES, read_sidecars  # noqa: E402
+from dataset.metadata import IMAGE_SUFFIXES, TABLE_SUFFIXES, VIDEO_SUFFIXES, read_rows  # noqa: E402
 from runtime.errors import RefusedError, exit_codes  # noqa: E402
 from training.arguments import Parser  # noqa: E402
 
@@ -118,7 +118,7 @@ def inspect_folder(args, cache_dir):
     from dataset.inspection import Inspector, inspect_each
 
     kind = {"media_suffixes": (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), "frame_folders": True}
-    rows = read_sidecars(args.folder, allow_missing_captions=args.allow_missing_captions, **kind)
+    rows = read_rows(args.folder, only_sidecars=True, allow_missing_captions=args.allow_missing_captions, **kind)
     cache_dir.mkdir(exist_ok=True)
     inspector = Inspector("items", measure, "table", decide, max_threads=args.num_workers)
     try:

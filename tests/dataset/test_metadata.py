@@ -759,7 +759,7 @@ def test_repeats_in_names_of_folders_are_not_taken_and_said(tmp_path, caplog, pa
     args = Namespace(**flags, caption_column=None, dataset_repeat=repeat, datasets=None, allow_missing_captions=False)
     rows = read_datasets(args)
     assert {row.repeat for row in rows} == {repeat}
-    assert ("as kohya's scripts want them, which is not used" in caplog.text) == bool(said)
+    assert ("as kohya's scripts want them, which are not used" in caplog.text) == bool(said)
     for name in said:
         assert f"\n  {name}" in caplog.text
 
