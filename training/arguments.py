@@ -186,10 +186,10 @@ def check_length(args, num_steps, *, num_stages=1, num_samples=None):
         RefusedError: The learning rate would never be reached, or never fall.
     """
     warmup, cycles, decay = args.lr_warmup_steps, args.lr_num_cycles, args.ema_decay
-    of_run, falling = f"of the run's {num_steps} optimizer steps", num_steps - warmup
+    in_run, falling = f"in a run of {num_steps} optimizer steps", num_steps - warmup
     if falling <= 0:
         raise RefusedError(
-            f"--lr_warmup_steps {warmup} {of_run}: the rate would rise to {(num_steps - 1) / warmup:.2%} of "
+            f"--lr_warmup_steps {warmup} {in_run}: the rate would rise to {(num_steps - 1) / warmup:.2%} of "
             f"--learning_rate and never reach it; allowed are 0 to {num_steps - 1}."
         )
     if cycles is not None and cycles >= falling:
@@ -205,10 +205,13 @@ def check_length(args, num_steps, *, num_stages=1, num_samples=None):
     falls = not args.lr_scheduler.startswith("constant")
     notes = [
         (2 * (cycles or 0) > falling, f"--lr_num_cycles {cycles}: a cycle has {falling / (cycles or 1):.3g} steps"),
-        (falls and falling == 1, f"--lr_scheduler {args.lr_scheduler} has 1 {of_run} to fall in, and does not"),
+        (
+            falls and falling == 1,
+            f"--lr_scheduler {args.lr_scheduler} {in_run}: no step is left to fall in",
+        ),
         (decay == 0, "--ema_decay 0: the average is always the weights of the last step"),
-        (decay_at_end < (decay or 0), f"--ema_decay {decay} {of_run}: the decay rises to {decay_at_end:.4g} only"),
-        (skipped >= num_steps, f"--max_skipped_steps {skipped} {of_run}: all of them may be skipped"),
+        (decay_at_end < (decay or 0), f"--ema_decay {decay} {in_run}: the decay only rises to {decay_at_end:.4g}"),
+        (skipped >= num_steps, f"--max_skipped_steps {skipped} {in_run}: all of them may be skipped"),
         (
             0 < share * num_samples < 1,
             f"--caption_dropout {share} of {num_samples} samples: {share * num_samples:.2g} on average",
@@ -218,7 +221,7 @@ def check_length(args, num_steps, *, num_stages=1, num_samples=None):
         value, of_all = getattr(args, name), num_stages * num_steps
         is_late = value != ROWS[name].default and value > of_all
         notes.append(
-            (is_late, f"--{name} {value} of the run's {of_all} optimizer steps: nothing is due before the end")
+            (is_late, f"--{name} {value} in a run of {of_all} optimizer steps: nothing is due before its end")
         )
     for applies, note in notes:
         if applies:

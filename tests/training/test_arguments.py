@@ -181,7 +181,7 @@ RESTARTS = ["--lr_scheduler", "cosine_with_restarts", "--lr_num_cycles"]
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ([*WARMUP, "100"], "--lr_warmup_steps 100 of the run's 4 optimizer steps: the rate would rise to 3.00% of"),
+        ([*WARMUP, "100"], "--lr_warmup_steps 100 in a run of 4 optimizer steps: the rate would rise to 3.00% of"),
         ([*WARMUP, "4"], "allowed are 0 to 3"),
         ([*RESTARTS, "4"], "--lr_num_cycles 4 in the 4 steps after the warm-up"),
         ([*RESTARTS, "2", "--lr_warmup_steps", "2"], "--lr_num_cycles 2 in the 2 steps after the warm-up"),
@@ -201,19 +201,19 @@ def test_numbers_that_the_length_of_the_run_makes_void(flags, said):
     [
         (
             ["--lr_scheduler", "cosine", "--lr_warmup_steps", "3"],
-            "cosine has 1 of the run's 4 optimizer steps to fall",
+            "cosine in a run of 4 optimizer steps: no step is left",
         ),
         ([*RESTARTS, "3"], "--lr_num_cycles 3: a cycle has 1.33 steps"),
-        (["--ema"], "--ema_decay 0.999 of the run's 4 optimizer steps: the decay rises to 0.3077 only"),
+        (["--ema"], "--ema_decay 0.999 in a run of 4 optimizer steps: the decay only rises to 0.3077"),
         (["--ema", "--ema_decay", "0"], "--ema_decay 0: the average is always the weights of the last step"),
-        (["--max_skipped_steps", "4"], "--max_skipped_steps 4 of the run's 4 optimizer steps: all of them may be"),
+        (["--max_skipped_steps", "4"], "--max_skipped_steps 4 in a run of 4 optimizer steps: all of them may be"),
         (["--caption_dropout", "0.1"], "--caption_dropout 0.1 of 8 samples: 0.8 on average"),
         (
             ["--checkpointing_steps", "9"],
-            "--checkpointing_steps 9 of the run's 8 optimizer steps: nothing is due before",
+            "--checkpointing_steps 9 in a run of 8 optimizer steps: nothing is due before",
         ),
-        (["--validation_split", "0.1", "--validation_steps", "9"], "--validation_steps 9 of the run's 8 optimizer"),
-        (["--logging_steps", "9"], "--logging_steps 9 of the run's 8 optimizer steps: nothing is due"),
+        (["--validation_split", "0.1", "--validation_steps", "9"], "--validation_steps 9 in a run of 8 optimizer"),
+        (["--logging_steps", "9"], "--logging_steps 9 in a run of 8 optimizer steps: nothing is due"),
         (["--ema", "--ema_decay", "0.3", "--checkpointing_steps", "8", "--caption_dropout", "0.2"], None),
         (["--validation_split", "0.1", "--validation_steps", "8", "--max_skipped_steps", "3", *WARMUP, "3"], None),
         ([*RESTARTS, "2"], None),
