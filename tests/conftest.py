@@ -1,61 +1,44 @@
+import collections
 import functools
-import importlib
 import multiprocessing
 import os
 import pathlib
 import re
-import socket
-import subprocess
-import sys
 import traceback
 
 import pytest
 
+from tests import runs
 
-REPO = pathlib.Path(__file__).parents[1]
 
 # Read at import: a name that is no folder is not to be looked for on the network, with all its retries.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def run_script(*arguments, check=True, **kwargs):
-    """Run a script of this repository as a user would; return the finished process with its output as text."""
-    # One thread: tiny models gain nothing from more, and threads that wait for each other lose a lot under load.
-    settings = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **settings, **kwargs.pop("env", {})}
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, **kwargs)
-    if check and done.returncode:
-        raise AssertionError(f"exit code {done.returncode} of {' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    return done
-
-
 @pytest.fixture(scope="session")
 def script():
-    """`run_script`, for tests that launch the command line."""
-    return run_script
-
-
-def free_port():
-    """Return a port that nothing listens on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    """`runs.run_script`, for tests of what a new interpreter does."""
+    return runs.run_script
 
 
 @pytest.fixture(scope="session")
-def on_two_processes():
-    """Function that launches a command line on two CPU processes, under DDP or, with its config, DeepSpeed."""
+def fork_server(tmp_path_factory):
+    """A `runs.ForkServer`, for all other tests that launch the command line."""
+    server = runs.ForkServer(tmp_path_factory.mktemp("logs"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def on_two_processes(fork_server):
+    """Function that runs a script on two CPU processes, under DDP or, with its config, DeepSpeed with its launcher."""
 
     def run(*arguments, accelerate_config=None):
         if accelerate_config is None:
-            command = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
-            settings = {"ACCELERATE_USE_CPU": "true"}
-        else:
-            command = ["accelerate.commands.launch", "--num_processes", "2", "--config_file", accelerate_config]
-            command += ["--main_process_port", free_port()]
-            settings = {"DS_ACCELERATOR": "cpu"}
-        return run_script("-m", *command, *arguments, env=settings, timeout=400)
+            return fork_server.run(*arguments, num_processes=2)
+        command = ["accelerate.commands.launch", "--num_processes", "2", "--config_file", accelerate_config]
+        command += ["--main_process_port", runs.free_port()]
+        return runs.run_script("-m", *command, *arguments, env={"DS_ACCELERATOR": "cpu"}, timeout=400)
 
     return run
 
@@ -92,13 +75,13 @@ def on_two_ranks(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
+def tiny_model(fork_server, tmp_path_factory):
     """Function from a family to the folder of its complete tiny pipeline, which is made once."""
 
     @functools.cache
     def make(family):
         folder = tmp_path_factory.mktemp("models") / family
-        run_script("scripts/make_tiny_model.py", "--family", family, "--output", folder)
+        fork_server.run("scripts/make_tiny_model.py", "--family", family, "--output", folder)
         return folder
 
     return make
@@ -175,24 +158,40 @@ def photos(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def train(tiny_model, photos, clips, tmp_path_factory):
-    """Function that makes one run in this process, on photographs or clips, and returns its output folder."""
+def train(tiny_model, fork_server, request, tmp_path_factory):
+    """Function that makes one run, on photographs or clips.
+
+    In this process, and it returns the output folder; with `check=False` in one of its own, and it returns that.
+    """
     cache = tmp_path_factory.mktemp("cache")  # of all runs: what is encoded is not what these tests are about
 
-    def run(family, *flags, output_dir=None, dataset=None, model=None, only=()):
-        from blockwise.log import MemoryLog
-        from training.arguments import parse_args
-
-        is_image = family == "qwen_image"
-        script = importlib.import_module("train_qwen_image" if is_image else "train_wan_video")
+    def run(family, *flags, output_dir=None, dataset=None, model=None, only=(), check=True):
         output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"
         argv = ["--output_dir", output_dir, *(only or ("--cache_dir", cache, *flags))]
         if not only:
             argv += ["--pretrained_model_name_or_path", model or tiny_model(family)]
-            argv += ["--dataset_path", dataset or (photos if is_image else clips)]
-        with MemoryLog() as log:
-            args = parse_args([*map(str, argv)], description="", values=script.VALUES, resolve=is_image)
-            script.main(args, log)
+            argv += ["--dataset_path", dataset or request.getfixturevalue(runs.FAMILIES[family].data)]
+        if not check:
+            return fork_server.run(f"{runs.FAMILIES[family].entry}.py", *argv, check=False)
+        runs.run_here(family, argv)
         return output_dir
 
     return run
+
+
+# ---------------------------------------------------------------- seconds by folder
+
+_seconds = collections.Counter()
+
+
+def pytest_runtest_logreport(report):
+    """Add up the seconds of each folder; with several workers their reports come here, too."""
+    _seconds[str(pathlib.PurePath(report.nodeid.split("::")[0]).parent)] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter):
+    if _seconds:
+        terminalreporter.section("seconds of computing by folder")
+        for folder, seconds in _seconds.most_common():
+            terminalreporter.write_line(f"{seconds:8.1f}  {folder}")
+        terminalreporter.write_line(f"{sum(_seconds.values()):8.1f}  in all")

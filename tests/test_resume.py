@@ -1,7 +1,6 @@
 """A run that was killed and resumed cannot be told from one that never stopped; a file is complete or absent."""
 
 import contextlib
-import itertools
 import json
 import logging
 import math
@@ -11,10 +10,8 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -23,16 +20,11 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-import train_qwen_image
 import training.loop
-from blockwise.log import MemoryLog
 from runtime.errors import RefusedError, StoppedError
-from training.arguments import parse_args
+from tests.runs import LORA_FILE, REPO, free_port, metrics, parse, run_here
 from training.checkpoints import check_same_weights, find_checkpoint, list_checkpoints
-from training.export import LORA_FILE
 
-
-REPO = pathlib.Path(__file__).parents[1]
 
 # All that has a state: dropout, dropped captions, the schedule, the average, sizes, epochs, batches made ahead.
 SHARED = ["--max_pixels", "5120", "--caption_dropout", "0.2", "--ema", "--train_batch_size", "2"]
@@ -47,87 +39,6 @@ WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
 
 # ---------------------------------------------------------------- processes
-
-
-class Training:
-    """A training process.
-
-    Args:
-        ask (`Callable`): Asks the server that has forked it.
-        pid (`int`)
-        log (`pathlib.Path`): What it says.
-    """
-
-    def __init__(self, ask, pid, log):
-        self.ask, self.pid, self.log, self.code = ask, pid, log, None
-
-    def poll(self):
-        """Return the exit code, negative for a signal, or None while it runs."""
-        if self.code is None:
-            self.code = self.ask({"poll": self.pid})
-        return self.code
-
-    def until(self, condition, timeout=120):
-        """Wait until `condition()` holds or the process has ended; return whether it still runs."""
-        end = time.monotonic() + timeout
-        while self.poll() is None:
-            if condition():
-                return True
-            assert time.monotonic() < end, f"nothing happened:\n{self.said}"
-            time.sleep(0.001)
-        return False
-
-    def wait(self, timeout=120):
-        """Return the exit code at the end."""
-        self.until(lambda: False, timeout)
-        return self.code
-
-    def signal(self, number):
-        """Send a signal, unless the process has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    @property
-    def said(self):
-        """All that it printed."""
-        return self.log.read_text(encoding="utf-8", errors="replace")
-
-    @property
-    def error(self):
-        """Its only error, a sentence."""
-        assert "Traceback" not in self.said, self.said
-        (sentence,) = re.findall(r"error: .*", self.said)
-        return sentence
-
-
-@pytest.fixture(scope="module")
-def launch(tmp_path_factory):
-    """Function from a script and its arguments to a `Training`, which runs."""
-    settings = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    logs = tmp_path_factory.mktemp("logs")
-    command = [sys.executable, REPO / "tests" / "forked_training.py"]
-    with subprocess.Popen(command, cwd=REPO, env={**os.environ, **settings}, **pipes) as server:
-        lock, numbers, started = threading.Lock(), itertools.count(), []
-
-        def ask(request):
-            with lock:
-                server.stdin.write(json.dumps(request) + "\n")
-                server.stdin.flush()
-                return json.loads(server.stdout.readline())
-
-        def run(script, *arguments, environment=None, file_size=None):
-            log = logs / f"{next(numbers)}.txt"
-            log.touch()
-            request = {"script": script, "arguments": [str(argument) for argument in arguments], "output": str(log)}
-            pid = ask(request | {"environment": environment or {}, "file_size": file_size})
-            started.append(Training(ask, pid, log))
-            return started[-1]
-
-        yield run
-        for process in started:
-            process.signal(signal.SIGKILL)  # those of a test that failed
-        server.stdin.close()
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +68,11 @@ def required(tiny_qwen_image, pictures, cache):
 
 
 @pytest.fixture(scope="module")
-def start(launch, required):
-    """Function that starts training pictures in a process of its own."""
+def start(fork_server, required):
+    """Function that starts training pictures in a process of its own, which can be killed while it writes."""
 
     def run(output_dir, *flags, **kwargs):
-        return launch("train_qwen_image.py", *required(output_dir), *flags, **kwargs)
+        return fork_server.start("train_qwen_image.py", *required(output_dir), *flags, slow_disk=True, **kwargs)
 
     return run
 
@@ -171,9 +82,7 @@ def train(required):
     """Function that trains pictures in this process."""
 
     def run(output_dir, *flags):
-        arguments = parse_args([*required(output_dir), *flags], description="", values=train_qwen_image.VALUES)
-        with MemoryLog() as log:
-            train_qwen_image.main(arguments, log)
+        run_here("qwen_image", [*required(output_dir), *flags])
         return output_dir
 
     return run
@@ -205,13 +114,6 @@ def lora_run(whole):
 
 
 # ---------------------------------------------------------------- what is compared
-
-
-def metrics(folder):
-    """The lines of metrics.jsonl, without what is measured."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    measured = ("seconds", "device_peak_bytes", "offloaded_bytes", "host_rss_bytes")
-    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
 
 
 def result_files(folder):
@@ -312,29 +214,28 @@ def kill_and_resume(begin, folder, moments, num_steps, seed):
     return num_cut
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_again_and_again(seed, start, whole, tmp_path):
+@pytest.mark.parametrize("often", [1, *(pytest.param(often, marks=pytest.mark.slow) for often in (3, 6))])
+def test_killed_again_and_again(often, start, whole, tmp_path):
     """SIGKILL at moments of two runs, the one with fp32 masters of bf16 weights: as if they never stopped.
 
-    At 23 moments, or at 44.
+    At 8 moments, 22 or 43.
     """
     lora, full = (*LORA, *SAVES), (*FULL,)
-    often = 6 if seed else 3
     runs = {
-        # Keeps two checkpoints, and encodes all anew.
+        # Keeps two checkpoints, and encodes everything again.
         lora: (
             9,
             ["--checkpoints_total_limit", "2"],
             ["start", *["save", "step", "save"] * often, *["export"] * often],
         ),
-        full: (5, ["--checkpointing_steps", "1"], ["start", *["save", "step"] * often, *["export"] * often]),
+        full: (5, ["--checkpointing_steps", "1"], [*["save", "step"] * often, *["export"] * often]),
     }
 
     def run(flags):
         num_steps, more, moments = runs[flags]
         folder = tmp_path / str(num_steps)
         more = [*more, *LATEST, *(["--cache_dir", tmp_path / "cache"] if flags == lora else [])]
-        num_cut = kill_and_resume(lambda: start(folder, *flags, *more), folder, moments, num_steps, f"{seed} {flags}")
+        num_cut = kill_and_resume(lambda: start(folder, *flags, *more), folder, moments, num_steps, f"{often} {flags}")
         return folder, num_cut
 
     with ThreadPoolExecutor(2) as pool:
@@ -348,7 +249,7 @@ def test_killed_again_and_again(seed, start, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_experts_killed_again_and_again(launch, tiny_model, clips, cache, tmp_path):
+def test_two_experts_killed_again_and_again(fork_server, tiny_model, clips, cache, tmp_path):
     """Wan2.2 A14B, whose experts are trained one after the other: at twenty moments, also between the two."""
     flags = ["--pretrained_model_name_or_path", tiny_model("wan_t2v_a14b"), "--dataset_path", clips]
     flags += ["--cache_dir", cache, "--expert", "both", "--height", "64", "--width", "64", "--num_frames", "5"]
@@ -357,7 +258,7 @@ def test_two_experts_killed_again_and_again(launch, tiny_model, clips, cache, tm
     flags += ["--mixed_precision", "no", *RANK, "--lora_dropout", "0.3"]
 
     def begin(folder, *more):
-        return launch("train_wan_video.py", *flags, "--output_dir", folder, *more)
+        return fork_server.start("train_wan_video.py", *flags, "--output_dir", folder, *more, slow_disk=True)
 
     finished(begin(tmp_path / "whole"))
     folder = tmp_path / "out"
@@ -549,26 +450,22 @@ def test_second_interrupt_ends_at_once(start, tmp_path):
     assert process.error == "error: interrupted; what was complete before still is"
 
 
-def two_ranks(start, folder, *flags, port):
-    """Start the two processes of one run, without a launcher."""
-    world = {"ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [start(folder, *flags, environment=world | {"RANK": str(n), "LOCAL_RANK": str(n)}) for n in range(2)]
+@pytest.fixture(scope="module")
+def start_two(fork_server, required):
+    """Function that starts the two processes of one run."""
 
+    def run(output_dir, *flags):
+        return fork_server.start_two("train_qwen_image.py", *required(output_dir), *flags)
 
-@pytest.fixture
-def port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    return run
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_signal_to_one_of_two_processes(rank, port, start, tmp_path):
+def test_signal_to_one_of_two_processes(rank, start_two, tmp_path):
     """Both stop after the same step, and leave a checkpoint with the random states of both."""
     folder = tmp_path / "out"
     flags = [*LORA, "--max_train_steps", "200", "--train_batch_size", "1"]
-    processes = two_ranks(start, folder, *flags, port=port)
+    processes = start_two(folder, *flags)
     processes[0].until(lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= 3)
     processes[rank].signal(signal.SIGTERM)
     assert [process.wait() for process in processes] == [3, 3], processes[0].said + processes[1].said
@@ -581,12 +478,12 @@ def test_signal_to_one_of_two_processes(rank, port, start, tmp_path):
 
 
 @pytest.mark.slow
-def test_signal_to_one_of_two_processes_of_a_launcher(required, port, tmp_path):
+def test_signal_to_one_of_two_processes_of_a_launcher(required, tmp_path):
     """torchrun has an exit code of its own."""
     import psutil
 
     folder = tmp_path / "out"
-    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
     flags = [*required(folder), *LORA, "--max_train_steps", "400", "--train_batch_size", "1"]
     settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -636,12 +533,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "
     [[*ACCELERATE, "--config_file", "accelerate_configs/cpu.yaml"], [*TORCHRUN]],
     ids=["accelerate", "torchrun"],
 )
-def test_a_run_stops_with_its_launcher(launcher, number, required, port, tmp_path):
+def test_a_run_stops_with_its_launcher(launcher, number, required, tmp_path):
     """Of one process or of two: the step at work is finished and saved, and nothing is left behind."""
     folder = tmp_path / "out"
     flags = [*required(folder), *LORA, "--max_train_steps", "4000", "--train_batch_size", "1"]
     settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    more = ["--master_port", str(port)] if "torch.distributed.run" in launcher else []
+    more = ["--master_port", str(free_port())] if "torch.distributed.run" in launcher else []
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             [*launcher, *more, "train_qwen_image.py", *flags],
@@ -681,7 +578,7 @@ def find(required, tmp_path):
 
     def run(*flags, num_processes=1, resume=LATEST, expert=None, kind=None):
         flags = [*required(tmp_path / "out"), *LORA, *resume, *flags]
-        args = parse_args(flags, description="", values=train_qwen_image.VALUES)
+        args = parse("qwen_image", flags)
         args.expert = expert
         kind = types.SimpleNamespace(value=kind or ("NO" if num_processes == 1 else "MULTI_CPU"))
         return find_checkpoint(args, types.SimpleNamespace(num_processes=num_processes, distributed_type=kind))
@@ -947,14 +844,14 @@ def test_other_number_of_processes_with_dropout_is_refused(find, copy):
         find(num_processes=2)
 
 
-def test_other_number_of_processes_without_dropout(port, start, train, tmp_path):
+def test_other_number_of_processes_without_dropout(start_two, train, tmp_path):
     """The two batches of a step on two processes, where one process had them as two micro-batches."""
     folder = tmp_path / "out"
     flags = [*LORA, "--lora_dropout", "0", "--max_train_steps", "4"]
     whole = train(tmp_path / "whole", *flags, *SAVES)
     shutil.copytree(whole / "checkpoint-2", folder / "checkpoint-2")
     shutil.copy(whole / "metrics.jsonl", folder)
-    processes = two_ranks(start, folder, *flags, "--gradient_accumulation_steps", "1", *LATEST, port=port)
+    processes = start_two(folder, *flags, "--gradient_accumulation_steps", "1", *LATEST)
     said = finished(processes[0])
     finished(processes[1])
     notice = "this run has 2 processes, that of the checkpoint had 1; samples, noise and sigmas stay the same"

@@ -1,5 +1,6 @@
 """The command line from end to end, on a tiny model and real photographs."""
 
+import functools
 import json
 import math
 import os
@@ -11,15 +12,12 @@ from diffusers import DiffusionPipeline, QwenImageTransformer2DModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import train_qwen_image
-from blockwise.log import MemoryLog
 from dataset.draws import Draw
 from runtime.errors import RefusedError
-from training.arguments import parse_args
+from tests.runs import LORA_FILE, metrics, read_lines
 from training.flow_matching import SigmaLaw
 
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
 SMALL = ["--height", "64", "--width", "80", "--mixed_precision", "no", "--logging_steps", "3"]
 LORA = [*SMALL, "--lora_rank", "4", "--lora_alpha", "6", "--lora_dropout", "0.3", "--caption_dropout", "0.2"]
 LORA += ["--train_batch_size", "2", "--gradient_accumulation_steps", "2", "--max_train_steps", "4"]
@@ -27,30 +25,8 @@ LORA += ["--lr_scheduler", "cosine", "--learning_rate", "1e-3"]
 
 
 @pytest.fixture(scope="module")
-def train(script, tiny_qwen_image, photos, tmp_path_factory):
-    """Train in this process and return the output folder, or with `check=False` as a script: the finished process."""
-    cache = tmp_path_factory.mktemp("cache")  # of all runs: what is encoded is not what these tests are about
-
-    def run(*flags, output_dir=None, check=True, model=tiny_qwen_image, dataset=photos):
-        output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"
-        argv = [
-            "--pretrained_model_name_or_path",
-            model,
-            "--dataset_path",
-            dataset,
-            "--output_dir",
-            output_dir,
-            "--cache_dir",
-            cache,
-            *flags,
-        ]
-        if not check:
-            return script("train_qwen_image.py", *argv, check=False)
-        with MemoryLog() as log:
-            train_qwen_image.main(parse_args([*map(str, argv)], description="", values=train_qwen_image.VALUES), log)
-        return output_dir
-
-    return run
+def train(train):
+    return functools.partial(train, "qwen_image")
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +39,6 @@ def refused(train, *flags, **kwargs):
     with pytest.raises(RefusedError) as error:
         train(*flags, **kwargs)
     return str(error.value)
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_measurements(lines):
-    measured = ("seconds", "device_peak_bytes", "offloaded_bytes", "host_rss_bytes")
-    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
 
 
 # ---------------------------------------------------------------- what a run leaves
@@ -115,7 +82,7 @@ def test_the_model_card_runs(lora_run, tiny_qwen_image, run_model_card):
 
 
 def test_metrics_of_a_lora_run(lora_run):
-    lines = metrics(lora_run)
+    lines = read_lines(lora_run / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [(line["epoch"], len(line["samples"])) for line in lines] == [(0, 4), (0, 1), (1, 4), (1, 1)]
     assert all(len(line["sigmas"]) == len(line["samples"]) for line in lines)
@@ -147,24 +114,23 @@ def test_stock_pipeline_loads_the_lora(lora_run, tiny_qwen_image):
 def test_same_bytes_again_and_in_every_memory_mode(flags, lora_run, train):
     other = train(*LORA, *flags)
     assert (other / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
-    assert without_measurements(metrics(other)) == without_measurements(metrics(lora_run))
+    assert metrics(other) == metrics(lora_run)
     if "--checkpoint_blocks" in flags:
         plan = json.loads((other / "run.json").read_text())["plan"]["transformer_blocks"]
         assert [block["activations"] for block in plan] == ["recompute", "keep"]
 
 
-def test_same_bytes_when_the_inputs_are_really_parked(lora_run, script, tiny_qwen_image, photos, tmp_path):
+def test_same_bytes_when_the_inputs_are_really_parked(lora_run, fork_server, tiny_qwen_image, photos, tmp_path):
     """At this size every tensor is below the threshold, so the threshold is lowered."""
-    program = "import blockwise.offload, runpy; blockwise.offload.MIN_PARKED_BYTES = 512; "
-    program += "runpy.run_path('train_qwen_image.py', run_name='__main__')"
     required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos, "--output_dir", tmp_path]
-    script("-c", program, *required, *LORA, "--use_gradient_checkpointing_offload")
-    assert all(line["offloaded_bytes"] > 0 for line in metrics(tmp_path))
+    fork_server.run("train_qwen_image.py", *required, *LORA, "--use_gradient_checkpointing_offload", parked=True)
+    offloaded = [line["offloaded_bytes"] for line in read_lines(tmp_path / "metrics.jsonl")]
+    assert all(offloaded)
     measured = json.loads((tmp_path / "run.json").read_text())["measured"]
     parking = measured["parking"]
-    assert parking["bytes_to_host"] == metrics(tmp_path)[-1]["offloaded_bytes"]
+    assert parking["bytes_to_host"] == offloaded[-1]
     # Of one micro-batch, of which a whole step has two; the last step of an epoch has one of a single sample.
-    assert metrics(tmp_path)[-2]["offloaded_bytes"] == 2 * measured["parked_bytes"] > 2 * parking["bytes_to_host"]
+    assert offloaded[-2] == 2 * measured["parked_bytes"] > 2 * parking["bytes_to_host"]
     assert parking["blocks_refused"] == 0 and parking["pool_peak_bytes"] >= measured["parked_bytes"]
     assert (tmp_path / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
 
@@ -176,7 +142,7 @@ def test_resume_gives_the_same_bytes(lora_run, train, tmp_path):
     shutil.copy(lora_run / "metrics.jsonl", output_dir)
     train(*LORA, "--resume_from_checkpoint", "latest", output_dir=output_dir)
     assert (output_dir / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
-    assert without_measurements(metrics(output_dir)) == without_measurements(metrics(lora_run))
+    assert metrics(output_dir) == metrics(lora_run)
 
 
 @pytest.mark.parametrize(

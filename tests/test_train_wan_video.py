@@ -18,15 +18,13 @@ from safetensors.torch import load_file, save_file
 
 import train_wan_video
 from blockwise import offload
-from blockwise.log import MemoryLog
 from dataset.batches import collate
 from pipelines import wan_video
 from pipelines.wan_video import WanVideo
 from runtime.errors import RefusedError
-from train_wan_video import VALUES
+from tests.runs import LORA_FILE, lora_files, metrics, parse, records
 from training import run as run_module
-from training.arguments import parse_args, resolve_for_model
-from training.export import LORA_FILE
+from training.arguments import resolve_for_model
 from training.module import DiffusionTrainingModule
 
 
@@ -45,26 +43,9 @@ VARIANTS = {
     "i2v_a14b": ("wan_i2v_a14b", ["--expert", "both"]),
 }
 MEMORY_MODES = {
-    "again": [],
     "recompute": ["--use_gradient_checkpointing"],
     "park": ["--use_gradient_checkpointing_offload"],
 }
-
-
-@pytest.fixture(scope="module")
-def train(tiny_model, clips, tmp_path_factory):
-    """Function that makes one run and returns its output folder."""
-    cache = tmp_path_factory.mktemp("cache")  # of all runs: what is encoded is not what these tests are about
-
-    def run(family, *flags, output_dir=None, dataset=clips, model=None):
-        output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"
-        argv = ["--pretrained_model_name_or_path", model or tiny_model(family), "--dataset_path", dataset]
-        argv = [*map(str, argv), "--output_dir", str(output_dir), "--cache_dir", str(cache), *flags]
-        with MemoryLog() as log:
-            train_wan_video.main(parse_args(argv, description="", values=VALUES, resolve=False), log)
-        return output_dir
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -81,22 +62,12 @@ def lora_run(train):
     return run
 
 
-def metrics(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    measured = ("seconds", "device_peak_bytes", "offloaded_bytes", "host_rss_bytes")
-    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
-
-
-def lora_files(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob(LORA_FILE)}
-
-
 # ---------------------------------------------------------------- every variant
 
 
 @pytest.mark.parametrize("mode", MEMORY_MODES)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_same_bytes_again_and_in_every_memory_mode(name, mode, lora_run, train, monkeypatch):
+def test_same_bytes_in_every_memory_mode(name, mode, lora_run, train, monkeypatch):
     monkeypatch.setattr(offload, "MIN_PARKED_BYTES", 512)  # at this size every tensor is below the real threshold
     expected = lora_run(name)
     family, flags = VARIANTS[name]
@@ -175,7 +146,7 @@ def test_run_json_and_dataset(lora_run, clips):
     assert [block["activations"] for block in run["plan"]["blocks"]] == ["keep", "keep"]
     assert (run["arguments"]["num_frames"], run["arguments"]["fps"], run["arguments"]["expert"]) == (9, 16, "both")
     assert len(run["trainable"]) == 2 * 2 * 10
-    dataset = [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+    dataset = records(folder)
     assert [record["id"] for record in dataset] == sorted(path.name for path in clips.glob("*.mp4"))
     assert dataset[0]["source"] == {"size": [96, 80], "frames": 9, "fps": 16.0}
     assert dataset[0]["used"]["frames"] == 9 and dataset[0]["used"]["size"] == [64, 64]
@@ -220,7 +191,7 @@ def test_flags_reach_the_clips(train, clips, tmp_path):
     def used(*flags):
         flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1", *flags, "--num_frames", "5"]
         folder = train("wan_t2v", *flags, dataset=tmp_path)
-        records = [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+        records = records(folder)
         assert [record["id"] for record in records] == ["frames", "long.mp4"]
         return records[1]["used"]["source_frames"]
 
@@ -549,7 +520,7 @@ def test_pictures_train_text_to_video_only(train, photos, model_without_weights,
     """As clips of one frame; from an image to a video of that image alone there is nothing to learn."""
     flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1"]
     folder = train("wan_t2v", *flags, dataset=photos)
-    records = [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+    records = records(folder)
     assert len(records) == 5 and all(record["used"]["frames"] == 1 for record in records)
     with pytest.raises(RefusedError, match="(?s)All 5 clips are dropped:.*astronaut.png: .*image-to-video"):
         train("wan_i2v", *flags, dataset=photos, model=model_without_weights("wan_i2v"), output_dir=tmp_path)
@@ -560,7 +531,7 @@ def test_frame_counts(asked, used, caplog):
     """4n + 1; another number is rounded down, and both are named."""
     flags = ["--pretrained_model_name_or_path", "m", "--dataset_path", "d", "--output_dir", "o"]
     flags += ["--num_frames", str(asked)]
-    args = parse_args(flags, description="", values=VALUES, resolve=False)
+    args = parse("wan_t2v", flags)
     values = {"divisor": 16, "height": 480, "width": 832, "num_frames": 81, "fps": 16.0, "lora_target_modules": "to_q"}
     resolve_for_model(args, values | {"tasks": ("t2v",), "experts": ()})
     assert args.num_frames == used and (used - 1) % 4 == 0
@@ -582,7 +553,7 @@ def test_retiming_and_lengths_are_in_the_record(train, tmp_path):
         grey_clip(tmp_path / f"{n:02d}.mp4", n, 16)
     grey_clip(tmp_path / "fast.mp4", 18, 32)
     folder = train("wan_t2v", *SMALL, "--lora_rank", "2", "--max_train_steps", "1", dataset=tmp_path)
-    records = [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+    records = records(folder)
     assert [record["used"]["frames"] for record in records] == [1, 1, 1, 1, 5, 5, 5, 5, 9, 9, 9]
     assert records[-1]["source"]["fps"] == 32 and "retimed from 32 to 16" in records[-1]["reason"]
     assert records[-1]["used"]["source_frames"] == list(range(0, 18, 2))
@@ -592,21 +563,21 @@ def test_short_clips_are_dropped_from_image_to_video(train, tmp_path, caplog):
     for n in (3, 4, 9):
         grey_clip(tmp_path / f"{n}.mp4", n, 16)
     folder = train("wan_i2v", *SMALL, "--lora_rank", "2", "--max_train_steps", "2", dataset=tmp_path)
-    records = [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+    records = records(folder)
     assert [record["decision"] for record in records] == ["dropped", "dropped", "used"]
     assert "2 of 3 clips are dropped" in caplog.text
     assert {name for line in metrics(folder) for name in line["samples"]} == {"9.mp4"}
 
 
-def test_command_line_refuses_with_exit_code_2(script, model_without_weights, clips, tmp_path):
+def test_command_line_refuses_with_exit_code_2(fork_server, model_without_weights, clips, tmp_path):
     required = ["--pretrained_model_name_or_path", model_without_weights("wan_t2v"), "--dataset_path", clips]
-    done = script("train_wan_video.py", *required, "--output_dir", tmp_path, "--height", "99", check=False)
-    assert done.returncode == 2 and done.stderr.startswith("error: Give --height and --width together")
-    done = script("train_wan_video.py", *required, "--output_dir", tmp_path, "--num_frame", "9", check=False)
+    done = fork_server.run("train_wan_video.py", *required, "--output_dir", tmp_path, "--height", "99", check=False)
+    assert done.returncode == 2 and done.stdout.startswith("error: Give --height and --width together")
+    done = fork_server.run("train_wan_video.py", *required, "--output_dir", tmp_path, "--num_frame", "9", check=False)
     assert done.returncode == 2 and "--num_frames" in done.stderr
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.mp4").write_bytes(b"\0" * 10)
     (tmp_path / "bad" / "a.txt").write_text("a")
-    done = script("train_wan_video.py", *required, "--dataset_path", tmp_path / "bad", "--output_dir", tmp_path,
+    done = fork_server.run("train_wan_video.py", *required, "--dataset_path", tmp_path / "bad", "--output_dir", tmp_path,
                   check=False)  # fmt: skip
     assert done.returncode == 2 and "a.mp4" in done.stderr and "Traceback" not in done.stderr

@@ -1,14 +1,12 @@
 """The averaged weights against their recurrence, over the weights that a run without has after each step."""
 
+import functools
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import train_qwen_image
-from blockwise.log import MemoryLog
-from training.arguments import parse_args
 from training.export import LORA_FILE
 
 
@@ -31,19 +29,8 @@ EMA = ["--ema", "--ema_decay", str(DECAY)]
 
 
 @pytest.fixture(scope="module")
-def train(tiny_qwen_image, photos, tmp_path_factory):
-    """Train in this process and return the output folder."""
-    cache = tmp_path_factory.mktemp("cache")
-
-    def run(*flags):
-        output_dir = tmp_path_factory.mktemp("run") / "out"
-        required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos]
-        argv = [*required, "--output_dir", output_dir, "--cache_dir", cache, *FLAGS, *flags]
-        with MemoryLog() as log:
-            train_qwen_image.main(parse_args([*map(str, argv)], description="", values=train_qwen_image.VALUES), log)
-        return output_dir
-
-    return run
+def train(train):
+    return functools.partial(train, "qwen_image", *FLAGS)
 
 
 @pytest.fixture(scope="module")

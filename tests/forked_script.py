@@ -1,7 +1,7 @@
-"""Starts training scripts as processes of their own that need not import everything anew.
+"""Runs scripts as processes of their own that need not import everything again.
 
 Reads requests from stdin, one JSON object per line, and answers each with one line:
-    {"script": ..., "arguments": [...], "output": FILE, "environment": {...}, "file_size": BYTES or null}: the pid
+    {"script": ..., "arguments": [...], "output": FILE, "environment": {...}, and options: `ForkServer.start`}: the pid
     {"poll": PID}: its exit code, negative for a signal, or null while it runs
 """
 
@@ -24,6 +24,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, UMT
 
 import train_qwen_image  # noqa: F401
 import train_wan_video  # noqa: F401
+from blockwise import offload
 
 
 def become(request):
@@ -35,9 +36,13 @@ def become(request):
     os.environ.update(request["environment"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if request["file_size"] is not None:
+    if request.get("file_size") is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"], resource.RLIM_INFINITY))
+    if request.get("slow_disk"):
+        os.fsync = as_on_a_slow_disk
+    if request.get("parked"):
+        offload.MIN_PARKED_BYTES = 512
     sys.argv = [request["script"], *request["arguments"]]
 
 
@@ -47,8 +52,7 @@ def as_on_a_slow_disk(descriptor, to_disk=os.fsync):
     to_disk(descriptor)
 
 
-os.fsync = as_on_a_slow_disk
-gc.freeze()  # what was imported need not be looked at again by each process
+gc.freeze()  # what was imported need not be inspected again by each process
 for line in sys.stdin:
     request = json.loads(line)
     if "poll" in request:
