@@ -16,7 +16,6 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import train_wan_video
 from blockwise import offload
 from dataset.batches import collate
 from pipelines import wan_video
@@ -191,9 +190,9 @@ def test_flags_reach_the_clips(train, clips, tmp_path):
     def used(*flags):
         flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1", *flags, "--num_frames", "5"]
         folder = train("wan_t2v", *flags, dataset=tmp_path)
-        records = records(folder)
-        assert [record["id"] for record in records] == ["frames", "long.mp4"]
-        return records[1]["used"]["source_frames"]
+        rows = records(folder)
+        assert [record["id"] for record in rows] == ["frames", "long.mp4"]
+        return rows[1]["used"]["source_frames"]
 
     assert used("--fps", "8") == [0, 2, 4, 6, 8]
     assert used("--clip_part", "middle") == [17, 18, 19, 20, 21]
@@ -520,8 +519,8 @@ def test_pictures_train_text_to_video_only(train, photos, model_without_weights,
     """As clips of one frame; from an image to a video of that image alone there is nothing to learn."""
     flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1"]
     folder = train("wan_t2v", *flags, dataset=photos)
-    records = records(folder)
-    assert len(records) == 5 and all(record["used"]["frames"] == 1 for record in records)
+    rows = records(folder)
+    assert len(rows) == 5 and all(record["used"]["frames"] == 1 for record in rows)
     with pytest.raises(RefusedError, match="(?s)All 5 clips are dropped:.*astronaut.png: .*image-to-video"):
         train("wan_i2v", *flags, dataset=photos, model=model_without_weights("wan_i2v"), output_dir=tmp_path)
 
@@ -553,18 +552,18 @@ def test_retiming_and_lengths_are_in_the_record(train, tmp_path):
         grey_clip(tmp_path / f"{n:02d}.mp4", n, 16)
     grey_clip(tmp_path / "fast.mp4", 18, 32)
     folder = train("wan_t2v", *SMALL, "--lora_rank", "2", "--max_train_steps", "1", dataset=tmp_path)
-    records = records(folder)
-    assert [record["used"]["frames"] for record in records] == [1, 1, 1, 1, 5, 5, 5, 5, 9, 9, 9]
-    assert records[-1]["source"]["fps"] == 32 and "retimed from 32 to 16" in records[-1]["reason"]
-    assert records[-1]["used"]["source_frames"] == list(range(0, 18, 2))
+    rows = records(folder)
+    assert [record["used"]["frames"] for record in rows] == [1, 1, 1, 1, 5, 5, 5, 5, 9, 9, 9]
+    assert rows[-1]["source"]["fps"] == 32 and "retimed from 32 to 16" in rows[-1]["reason"]
+    assert rows[-1]["used"]["source_frames"] == list(range(0, 18, 2))
 
 
 def test_short_clips_are_dropped_from_image_to_video(train, tmp_path, caplog):
     for n in (3, 4, 9):
         grey_clip(tmp_path / f"{n}.mp4", n, 16)
     folder = train("wan_i2v", *SMALL, "--lora_rank", "2", "--max_train_steps", "2", dataset=tmp_path)
-    records = records(folder)
-    assert [record["decision"] for record in records] == ["dropped", "dropped", "used"]
+    rows = records(folder)
+    assert [record["decision"] for record in rows] == ["dropped", "dropped", "used"]
     assert "2 of 3 clips are dropped" in caplog.text
     assert {name for line in metrics(folder) for name in line["samples"]} == {"9.mp4"}
 
@@ -578,6 +577,6 @@ def test_command_line_refuses_with_exit_code_2(fork_server, model_without_weight
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.mp4").write_bytes(b"\0" * 10)
     (tmp_path / "bad" / "a.txt").write_text("a")
-    done = fork_server.run("train_wan_video.py", *required, "--dataset_path", tmp_path / "bad", "--output_dir", tmp_path,
-                  check=False)  # fmt: skip
+    bad = ["--dataset_path", tmp_path / "bad", "--output_dir", tmp_path]
+    done = fork_server.run("train_wan_video.py", *required, *bad, check=False)
     assert done.returncode == 2 and "a.mp4" in done.stderr and "Traceback" not in done.stderr
