@@ -5,9 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -16,19 +13,15 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-import train_qwen_image
-import train_wan_video
-from blockwise.log import MemoryLog
 from dataset import encoding, images, videos
 from dataset.batches import TrainingDataset
 from pipelines.qwen_image import QwenImage, encode_image
 from pipelines.wan_video import WanVideo
 from runtime.errors import RefusedError
+from tests.runs import LORA_FILE, metrics, records, run_here
 from training import run as run_module
-from training.arguments import parse_args
 
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
 FLAGS = ["--mixed_precision", "no", "--lora_rank", "2", "--learning_rate", "1e-3"]
 STEPS = ["--max_train_steps", "3"]
 SIZE = ["--height", "64", "--width", "64"]
@@ -47,11 +40,7 @@ def train(tiny_model, tmp_path):
             path = tmp_path / f"{out}.yaml"
             path.write_text(yaml.safe_dump(config))
             argv += ["--config", path]
-        script = train_qwen_image if family == "qwen_image" else train_wan_video
-        resolve = family == "qwen_image"
-        with MemoryLog() as log:
-            args = parse_args([*map(str, argv)], description="", values=script.VALUES, resolve=resolve)
-            run.forecast = script.main(args, log)
+        run.forecast = run_here(family, argv)
         return tmp_path / out
 
     return run
@@ -76,14 +65,6 @@ def encoded(monkeypatch):
 
     monkeypatch.setattr(encoding, "_encode_share", spy)
     return seen
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(folder):
@@ -141,9 +122,6 @@ def test_a_warm_run_equals_a_cold_one_and_looks_at_nothing(family, train, photos
     assert weights(warm) == weights(cold)
     forecast = json.loads((warm / "run.json").read_text())["forecast"]
     assert set(forecast["phases"]) == {"training", "export"}, "the forecast knows that no encoder is needed"
-    monkeypatch.undo()
-    assert weights(train(dataset, *flags[:-2], family=family, out="anew")) == weights(cold)
-    assert (tmp_path / "anew" / "cache" / "media").is_dir(), "by default in the output folder"
 
 
 def test_what_changes_is_encoded_again(train, data, encoded, caplog, tmp_path):
@@ -199,36 +177,24 @@ def test_another_encoder_makes_other_entries(train, photos, tiny_qwen_image, enc
     assert len(encoded["media"]) == 10 and len(encoded["captions"]) == 5
 
 
-def test_a_killed_run_goes_on_where_it_was(script, tiny_qwen_image, tmp_path, train, encoded):
+def test_a_killed_run_goes_on_where_it_was(fork_server, tiny_qwen_image, tmp_path, train, encoded):
     data = tmp_path / "data"
     data.mkdir()
     generator = np.random.default_rng(0)
-    for n in range(40):
+    for n in range(20):
         Image.fromarray(generator.integers(0, 256, (256, 256, 3), dtype=np.uint8)).save(data / f"{n}.png")
         (data / f"{n}.txt").write_text(str(n))
-    flags = [
-        "--height",
-        "256",
-        "--width",
-        "256",
-        *FLAGS,
-        "--dataset_path",
-        data,
-        "--output_dir",
-        tmp_path / "out",
-        *STEPS,
-    ]
-    command = [sys.executable, "train_qwen_image.py", "--pretrained_model_name_or_path", tiny_qwen_image, *flags]
+    flags = ["--height", "256", "--width", "256"]
+    required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", data]
     media = tmp_path / "out" / "cache" / "media"
-    with subprocess.Popen([*map(str, command)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as run:
-        while len(list(media.glob("*/*.safetensors"))) < 3:
-            assert run.poll() is None
-            time.sleep(0.01)
-        run.send_signal(signal.SIGKILL)
+    run = fork_server.start("train_qwen_image.py", *required, "--output_dir", tmp_path / "out", *flags, *FLAGS, *STEPS)
+    assert run.until(lambda: len(list(media.glob("*/*.safetensors"))) >= 3), run.said
+    run.signal(signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
     done = len(list(media.glob("*/*.safetensors")))
-    train(data, "--height", "256", "--width", "256")
-    assert len(encoded["media"]) == 40 - done < 38 and "captions" not in encoded
-    assert len(list(media.glob("*/*.safetensors"))) == 40
+    train(data, *flags)
+    assert len(encoded["media"]) == 20 - done < 18 and "captions" not in encoded
+    assert len(list(media.glob("*/*.safetensors"))) == 20
 
 
 def test_a_file_that_changes_while_the_run_reads_it_is_refused(train, data, monkeypatch):

@@ -12,16 +12,13 @@ import torch
 from diffusers import AutoencoderKLQwenImage, DiffusionPipeline
 from PIL import Image, ImageChops
 
-import train_qwen_image
-import train_wan_video
 from blockwise import offload
 from dataset.draws import Draw
 from pipelines.qwen_image import QwenImage
 from pipelines.wan_video import NEGATIVE_PROMPT, WanVideo
 from runtime.errors import RefusedError, StoppedError, exit_codes
+from tests.runs import LORA_FILE, lora_files, metrics, parse, read_lines, records
 from training import validation
-from training.arguments import parse_args
-from training.export import LORA_FILE
 from training.forecast import RunForecast
 
 
@@ -33,7 +30,6 @@ SIZES = {
 }
 STEPS = ["--max_train_steps", "3"]
 PROMPT = ["--validation_prompt", "a cat", "--num_inference_steps", "2"]
-SCRIPTS = {"qwen_image": train_qwen_image, "wan": train_wan_video}
 
 
 def kind_of(family):
@@ -42,20 +38,6 @@ def kind_of(family):
 
 def flags_of(family):
     return [*COMMON, *SIZES[kind_of(family)]]
-
-
-def metrics(folder):
-    measured = ("seconds", "device_peak_bytes", "host_rss_bytes")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
-
-
-def results(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob(LORA_FILE)}
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
 
 
 def held_out_of(folder):
@@ -94,7 +76,12 @@ def same_pixels(frames, others):
 
 
 @pytest.mark.parametrize(
-    "family, ema", [("qwen_image", []), ("qwen_image", ["--ema"]), ("wan_t2v", ["--ema", "--offload_ema"])]
+    "family, ema",
+    [
+        ("qwen_image", []),
+        pytest.param("qwen_image", ["--ema"], marks=pytest.mark.slow),
+        ("wan_t2v", ["--ema", "--offload_ema"]),
+    ],
 )
 def test_training_is_the_same_with_and_without(family, ema, train, sampled, monkeypatch):
     """Dropout and dropped captions draw random numbers, and inputs are really parked."""
@@ -105,8 +92,8 @@ def test_training_is_the_same_with_and_without(family, ema, train, sampled, monk
     assert not sampled and files_in(without / "validation") == ["step-4/loss.json"]
     looked_at = train(family, *flags, *PROMPT, "--validation_steps", "2")
     assert len(sampled) == 2 and len(list((looked_at / "validation").glob("step-*/loss.json"))) == 2
-    assert results(looked_at) == results(without) and results(without)
-    assert metrics(looked_at) == metrics(without) and metrics(without)[-1]["offloaded_bytes"] > 0
+    assert lora_files(looked_at) == lora_files(without) and lora_files(without)
+    assert metrics(looked_at) == metrics(without) and read_lines(without / "metrics.jsonl")[-1]["offloaded_bytes"]
     assert loss_of(looked_at, 4) == loss_of(without, 4)
 
 
@@ -162,12 +149,12 @@ def test_previews_that_fail_cost_nothing(train, tmp_path, monkeypatch):
     latest = ["--resume_from_checkpoint", "latest"]
     with pytest.raises(ValueError, match="no preview"):
         train("qwen_image", *flags, "--checkpointing_steps", "2", *latest, output_dir=folder)
-    assert results(folder) == results(plain)
+    assert lora_files(folder) == lora_files(plain)
     shutil.rmtree(folder / "checkpoint-4")
     monkeypatch.setattr(QwenImage, "sample", staticmethod(sample))
     train("qwen_image", *flags, *saving, *latest, output_dir=folder)
     shown = [name for name in files_in(folder / "validation") if "grid" in name]
-    assert shown == ["step-2/grid.png", "step-4/grid.png"] and results(folder) == results(plain)
+    assert shown == ["step-2/grid.png", "step-4/grid.png"] and lora_files(folder) == lora_files(plain)
 
 
 def test_a_signal_ends_previews_and_saves(train, tmp_path, monkeypatch):
@@ -191,7 +178,7 @@ def test_a_signal_ends_previews_and_saves(train, tmp_path, monkeypatch):
         train("qwen_image", *flags, output_dir=folder)
     assert steps == [0, 1, 2] and not list((folder / "validation").rglob("*.png"))
     train("qwen_image", *flags, "--resume_from_checkpoint", "latest", output_dir=folder)
-    assert results(folder) == results(whole)
+    assert lora_files(folder) == lora_files(whole)
     for name in files_in(whole / "validation"):
         assert (folder / "validation" / name).read_bytes() == (whole / "validation" / name).read_bytes(), name
 
@@ -208,9 +195,9 @@ def given_images(tmp_path_factory):
 @pytest.mark.parametrize(
     "family, flags, num_images, guidance_scale",
     [
-        ("qwen_image", [], 0, 4.0),
+        pytest.param("qwen_image", [], 0, 4.0, marks=pytest.mark.slow),
         ("qwen_image", ["--ema", "--ema_decay", "0.5"], 0, 4.0),
-        ("wan_t2v", [], 0, 5.0),
+        pytest.param("wan_t2v", [], 0, 5.0, marks=pytest.mark.slow),
         ("wan_flf2v", [], 2, 5.0),
         ("wan_t2v_a14b", ["--expert", "both"], 0, (4.0, 3.0)),
     ],
@@ -412,7 +399,7 @@ def test_validation_seed_changes_the_loss_only(train):
     flags = [*flags_of("qwen_image"), *STEPS, "--validation_split", "0.4"]
     first, other = train("qwen_image", *flags), train("qwen_image", *flags, "--validation_seed", "1")
     assert loss_of(first, 3)["loss"] != loss_of(other, 3)["loss"]
-    assert results(first) == results(other) and metrics(first) == metrics(other)
+    assert lora_files(first) == lora_files(other) and metrics(first) == metrics(other)
 
 
 @pytest.mark.parametrize("expert, low, high", [("high_noise", 0.875, 1.0), ("low_noise", 0.0, 0.875)])
@@ -515,7 +502,7 @@ def test_two_processes_share_it_out(on_two_processes, tiny_qwen_image, photos, t
         return tmp_path / name
 
     plain, shown = run("plain"), run("shown", *prompts, "--validation_steps", "1")
-    assert results(shown) == results(plain) and metrics(shown) == metrics(plain)
+    assert lora_files(shown) == lora_files(plain) and metrics(shown) == metrics(plain)
     names = ["grid.png", "loss.json", *(f"prompt-0{n}.png" for n in range(3))]
     assert files_in(shown / "validation") == [f"step-{step}/{name}" for step in (1, 2) for name in names]
     assert len({(shown / "validation" / "step-2" / f"prompt-0{n}.png").read_bytes() for n in range(3)}) == 3
@@ -576,4 +563,4 @@ def test_pictures_that_do_not_fit_the_model(
 def test_refused_by_the_command_line(flags, said):
     required = ["--pretrained_model_name_or_path", "m", "--dataset_path", "d", "--output_dir", "o"]
     with pytest.raises(RefusedError, match=said):
-        parse_args([*required, *flags], description="", values=train_wan_video.VALUES, resolve=False)
+        parse("wan_t2v", [*required, *flags])
