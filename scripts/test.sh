@@ -14,5 +14,5 @@ fi
 .venv/bin/ruff format --check .
 # One thread: tiny models gain nothing from more, and threads that wait for each other lose a lot on a busy machine.
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
-# Two processes, each with files of its own.
-exec .venv/bin/python -m pytest -q -n 2 --dist loadfile -m "$MARKERS" "$@"
+# Two processes: each begins with a half of the tests, in their order, and who is done first takes some of the other's.
+exec .venv/bin/python -m pytest -q -n 2 --dist worksteal -m "$MARKERS" "$@"
