@@ -45,6 +45,13 @@ MEMORY_MODES = {
     "recompute": ["--use_gradient_checkpointing"],
     "park": ["--use_gradient_checkpointing_offload"],
 }
+# Those of which each has something that the others do not have; the rest is slow.
+DIFFERENT = ("t2v", "flf2v", "ti2v from an image", "i2v_a14b")
+
+
+def but_slow(names, quick):
+    """Parameters of which those that are not `quick` are slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +71,7 @@ def lora_run(train):
 # ---------------------------------------------------------------- every variant
 
 
-@pytest.mark.parametrize("mode", MEMORY_MODES)
+@pytest.mark.parametrize("mode", but_slow(MEMORY_MODES, ["park"]))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_same_bytes_in_every_memory_mode(name, mode, lora_run, train, monkeypatch):
     monkeypatch.setattr(offload, "MIN_PARKED_BYTES", 512)  # at this size every tensor is below the real threshold
@@ -124,7 +131,7 @@ def test_image_keys_need_not_be_adapted(train):
     assert len(load_file(train("wan_i2v", *flags) / LORA_FILE)) == 2 * 8
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", but_slow(VARIANTS, DIFFERENT))
 def test_full_run_opens_in_diffusers_and_differs_everywhere(name, train, tiny_model):
     family, flags = VARIANTS[name]
     flags = ["--expert", "low_noise"] if "--expert" in flags else flags
@@ -209,8 +216,14 @@ def closed_form(shift, sigma):
     return sigma / (shift + sigma - shift * sigma)
 
 
-@pytest.mark.parametrize("shift", ["default", 3.0, 12.0])
-@pytest.mark.parametrize("family, boundary", [("wan_t2v_a14b", 0.875), ("wan_i2v_a14b", 0.9)])
+@pytest.mark.parametrize(
+    "family, boundary, shift",
+    [
+        ("wan_t2v_a14b", 0.875, "default"),
+        ("wan_i2v_a14b", 0.9, 12.0),
+        pytest.param("wan_t2v_a14b", 0.875, 3.0, marks=pytest.mark.slow),
+    ],
+)
 def test_each_expert_is_trained_on_its_own_side(family, boundary, shift, train):
     """In the log of a run: the right side of the boundary, and there the law conditioned on it."""
     flags = [] if shift == "default" else ["--sigma_shift", str(shift)]

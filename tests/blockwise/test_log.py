@@ -357,7 +357,7 @@ def test_other_errors_pass_as_they_are(error):
     assert caught.value is error
 
 
-def test_command_line_out_of_memory_ends_with_1_and_one_paragraph(script, tiny_qwen_image, photos, tmp_path):
+def test_command_line_out_of_memory_ends_with_1_and_one_paragraph(fork_server, tiny_qwen_image, photos, tmp_path):
     program = """
 import runpy, torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock as Block
@@ -372,7 +372,9 @@ Block.forward = failing
 runpy.run_path('train_qwen_image.py', run_name='__main__')
 """
     required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos, "--output_dir", tmp_path]
-    done = script("-c", program, *required, *SMALL, "--use_gradient_checkpointing", check=False)
+    (tmp_path / "failing.py").write_text(program)
+    flags = [*SMALL, "--use_gradient_checkpointing"]
+    done = fork_server.run(tmp_path / "failing.py", *required, *flags, check=False)
     assert done.returncode == 1
     (error,) = re.findall("error: (.*)", done.stderr)  # behind the progress bar
     assert error.startswith(
@@ -383,9 +385,9 @@ runpy.run_path('train_qwen_image.py', run_name='__main__')
     assert "Traceback" not in done.stderr
 
 
-def test_command_line_leaves_points_and_peak(script, tiny_qwen_image, photos, tmp_path):
+def test_command_line_leaves_points_and_peak(fork_server, tiny_qwen_image, photos, tmp_path):
     required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos, "--output_dir", tmp_path]
-    done = script("train_qwen_image.py", *required, *SMALL)
+    done = fork_server.run("train_qwen_image.py", *required, *SMALL)
     run = json.loads((tmp_path / "run.json").read_text())
     names = ["start", "text encoder", "VAE", "caching done", "encoders gone", "transformer loaded", "adapters"]
     names += ["prepared", "first forward", "first backward", "first step", "saving", "final"]
