@@ -167,10 +167,10 @@ def train(tiny_model, fork_server, request, tmp_path_factory):
 
     def run(family, *flags, output_dir=None, dataset=None, model=None, only=(), check=True):
         output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"
-        argv = ["--output_dir", output_dir, *(only or ("--cache_dir", cache, *flags))]
+        argv = ["--output_dir", output_dir, *only]
         if not only:
-            argv += ["--pretrained_model_name_or_path", model or tiny_model(family)]
-            argv += ["--dataset_path", dataset or request.getfixturevalue(runs.FAMILIES[family].data)]
+            argv += ["--pretrained_model_name_or_path", model or tiny_model(family), "--cache_dir", cache]
+            argv += ["--dataset_path", dataset or request.getfixturevalue(runs.FAMILIES[family].data), *flags]
         if not check:
             return fork_server.run(f"{runs.FAMILIES[family].entry}.py", *argv, check=False)
         runs.run_here(family, argv)

@@ -105,11 +105,10 @@ def test_stock_pipeline_loads_the_lora(lora_run, tiny_qwen_image):
     "flags",
     [
         [],
-        ["--use_gradient_checkpointing"],
         ["--use_gradient_checkpointing_offload"],
         ["--use_gradient_checkpointing", "--checkpoint_blocks", "1"],
     ],
-    ids=["again", "recompute", "park", "recompute one block"],
+    ids=["again", "park", "recompute one block"],
 )
 def test_same_bytes_again_and_in_every_memory_mode(flags, lora_run, train):
     other = train(*LORA, *flags)
@@ -419,7 +418,10 @@ def model_without_weights(tiny_qwen_image, tmp_path_factory):
     [
         (["--lora_target_modules", "to_q,to_add_out.0,nonsense"], ["'to_add_out.0'", "'nonsense'"]),
         (["--optimizer", "torch.optim.Adamm"], ["torch.optim.Adamm"]),
-        (["--resume_from_checkpoint", "nowhere"], ["--resume_from_checkpoint nowhere is not a complete checkpoint"]),
+        (
+            ["--resume_from_checkpoint", "nowhere"],
+            ["--resume_from_checkpoint nowhere: there is no ", "complete ones in "],
+        ),
         (["--transformer_path", "nowhere"], ["--transformer_path nowhere"]),
         (
             ["--use_gradient_checkpointing", "--checkpoint_blocks", "1,1"],
