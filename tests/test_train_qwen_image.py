@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 
+import huggingface_hub
 import pytest
 import torch
 from diffusers import DiffusionPipeline, QwenImageTransformer2DModel
@@ -298,7 +299,7 @@ def test_variant(lora_run, train, tiny_qwen_image, tmp_path):
     assert "--pretrained_model_name_or_path" in refused(train, *LORA, model=model)
 
 
-def test_revision(script, tiny_qwen_image, photos, tmp_path):
+def test_revision(train, tiny_qwen_image, tmp_path, monkeypatch):
     """Two revisions of a repository, whose transformers have two and three blocks."""
     repo = tmp_path / "hub" / "models--owner--tiny"
     (repo / "refs").mkdir(parents=True)
@@ -307,19 +308,11 @@ def test_revision(script, tiny_qwen_image, photos, tmp_path):
         (repo / "refs" / name).write_text(commit)
         config = shutil.copytree(tiny_qwen_image, repo / "snapshots" / commit) / "transformer" / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": num_layers}))
-        weights = config.with_name("diffusion_pytorch_model.safetensors")
-    argv = [
-        "--pretrained_model_name_or_path",
-        "owner/tiny",
-        "--dataset_path",
-        photos,
-        "--output_dir",
-        tmp_path / "out",
-    ]
-    weights.unlink()  # which are of two blocks
-    script("train_qwen_image.py", *argv, *LORA, "--dry_run", "--revision", "large", env={"HF_HUB_CACHE": repo.parent})
-    plan = json.loads((tmp_path / "out" / "run.json").read_text())["plan"]["transformer_blocks"]
-    assert [block["activations"] for block in plan] == ["keep"] * 3
+    config.with_name("diffusion_pytorch_model.safetensors").unlink()  # which is of two blocks
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(repo.parent))
+    folder = train(*LORA, "--dry_run", "--revision", "large", model="owner/tiny")
+    (blocks,) = json.loads((folder / "run.json").read_text())["plan"].values()
+    assert len(blocks) == 3
 
 
 def test_deterministic(lora_run, train, monkeypatch):
@@ -337,7 +330,7 @@ def test_deterministic(lora_run, train, monkeypatch):
     assert (folder / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
 
 
-def test_strength_rate_dropout_and_dtype(train):
+def test_strength_rate_dropout_and_dtype(lora_run, train):
     """In its first step AdamW moves B by the rate, whatever the gradient: what is exported is alpha / rank times that.
 
     B is zero until then, so that dropout is in the losses from the second step on.
@@ -352,9 +345,9 @@ def test_strength_rate_dropout_and_dtype(train):
     plain = change("--learning_rate", "1e-3")
     for more in (["--learning_rate", "2e-3"], ["--learning_rate", "1e-3", "--lora_alpha", "8"]):
         assert (change(*more) - 2 * plain).norm() < 0.05 * plain.norm()
-    for dtype, expected in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        folder = train(*flags, "--lora_dtype", dtype, "--max_train_steps", "2", "--learning_rate", "1e-2")
-        assert {tensor.dtype for tensor in load_file(folder / LORA_FILE).values()} == {expected}
+    folder = train(*flags, "--max_train_steps", "2", "--learning_rate", "1e-2")
+    for result, expected in ((folder, torch.float32), (lora_run, torch.bfloat16)):
+        assert {tensor.dtype for tensor in load_file(result / LORA_FILE).values()} == {expected}
     dropped = train(*flags, "--max_train_steps", "2", "--learning_rate", "1e-2", "--lora_dropout", "0.5")
     with_dropout, without = metrics(dropped), metrics(folder)
     assert with_dropout[0]["loss"] == without[0]["loss"] and with_dropout[1]["loss"] != without[1]["loss"]
