@@ -757,14 +757,19 @@ def test_later_checkpoints_are_set_aside_for_one_of_another_folder(train, copy, 
     assert result_files(folder) == result_files(lora_run)
 
 
-@pytest.mark.parametrize("resume", [[], LATEST])
-@pytest.mark.parametrize("saves", [[], ["--checkpointing_steps", "1"]])
-def test_a_dry_run_keeps_the_record_of_a_run(saves, resume, train, tmp_path, caplog):
+@pytest.fixture(scope="module", params=[[], ["--checkpointing_steps", "1"]], ids=["unsaved", "saved"])
+def short_run(request, train, tmp_path_factory):
+    """The flags and the folder of a run of one step."""
+    flags = ["--height", "64", "--width", "64", *RANK, "--max_train_steps", "1", *request.param]
+    return flags, train(tmp_path_factory.mktemp("short") / "out", *flags)
+
+
+@pytest.mark.parametrize("resume", [[], LATEST], ids=["new", "resumed"])
+def test_a_dry_run_keeps_the_record_of_a_run(resume, short_run, train, tmp_path, caplog):
     """Of one that has ended, too; what the run itself would be refused for is said."""
-    flags = ["--height", "64", "--width", "64", *RANK, "--max_train_steps", "1", *saves]
-    folder = train(tmp_path / "out", *flags)
+    flags, folder = short_run[0], shutil.copytree(short_run[1], tmp_path / "out")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    refused = bool(saves) != bool(resume)
+    refused = ("--checkpointing_steps" in flags) != bool(resume)
     if refused:
         with pytest.raises(RefusedError, match="of an earlier run|of a run that has ended"):
             train(folder, *flags, *resume)
@@ -775,8 +780,12 @@ def test_a_dry_run_keeps_the_record_of_a_run(saves, resume, train, tmp_path, cap
     assert new == {"dry_run.json", "contact_sheet.png"}
     assert json.loads((folder / "dry_run.json").read_text())["arguments"]["dry_run"] is True
     assert ("without --dry_run this would be refused: " in caplog.text) == refused
-    (folder / "run.json").write_text("{")  # damaged, and not to be replaced for that
-    train(folder, *flags, *resume, "--dry_run")
+
+
+def test_a_dry_run_keeps_a_damaged_record(short_run, train, tmp_path):
+    flags, folder = short_run[0], shutil.copytree(short_run[1], tmp_path / "out")
+    (folder / "run.json").write_text("{")
+    train(folder, *flags, *LATEST, "--dry_run")
     assert (folder / "run.json").read_text() == "{"
 
 
