@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-ROOMS = ("benchmarks", "memory", "pipelines", "scripts", "training")
+ROOMS = ("benchmarks", "blockwise", "dataset", "pipelines", "runtime", "scripts", "training")
 
 
 @pytest.fixture
