@@ -195,7 +195,7 @@ def test_flags_reach_the_clips(train, clips, tmp_path):
     (tmp_path / "frames" / "notes.md").write_text("not a picture")
 
     def used(*flags):
-        flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1", *flags, "--num_frames", "5"]
+        flags = [*SMALL, *flags, "--num_frames", "5", "--dry_run"]
         folder = train("wan_t2v", *flags, dataset=tmp_path)
         rows = records(folder)
         assert [record["id"] for record in rows] == ["frames", "long.mp4"]
@@ -564,7 +564,7 @@ def test_retiming_and_lengths_are_in_the_record(train, tmp_path):
     for n in range(1, 11):
         grey_clip(tmp_path / f"{n:02d}.mp4", n, 16)
     grey_clip(tmp_path / "fast.mp4", 18, 32)
-    folder = train("wan_t2v", *SMALL, "--lora_rank", "2", "--max_train_steps", "1", dataset=tmp_path)
+    folder = train("wan_t2v", *SMALL, "--dry_run", dataset=tmp_path)
     rows = records(folder)
     assert [record["used"]["frames"] for record in rows] == [1, 1, 1, 1, 5, 5, 5, 5, 9, 9, 9]
     assert rows[-1]["source"]["fps"] == 32 and "retimed from 32 to 16" in rows[-1]["reason"]

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import types
 
 import av
 import numpy as np
@@ -314,36 +315,34 @@ def test_what_is_held_out_is_not_trained(train, photos):
     assert not set(trained) & dropped and len(trained) == 2 * 3, "an epoch is what is trained"
 
 
-def test_what_is_held_out_depends_on_seed_and_files_only(train, photos, tmp_path):
-    split = ["--validation_split", "0.4"]
-    expected = held_out(train, *split)
-    assert len(expected) == 2
+def held_out_digests(digests, *, share=0.4, seed=42):
+    items = [types.SimpleNamespace(digest=digest, record={"decision": "used", "reason": None}) for digest in digests]
+    trained, held_out = validation.hold_out(types.SimpleNamespace(validation_split=share, seed=seed), items)
+    assert len(trained) + len(held_out) == len(items)
+    return [item.digest for item in held_out]
+
+
+def test_what_is_held_out_depends_on_seed_and_content_only(train, photos, tmp_path):
+    names = ["one", "two", "three", "four", "five"]
+    expected = held_out_digests(names)
+    assert len(expected) == 2 and set(held_out_digests(names[::-1])) == set(expected)
+    assert any(set(held_out_digests(names, seed=seed)) != set(expected) for seed in (1, 2))
+    assert len(set(held_out_digests([*names, "six"])) & set(expected)) >= 1, "at most the new one is dealt in"
+    assert len(held_out_digests(names, share=0.01)) == 1
+    copies = held_out_digests(["one", "two", "three"] * 4, share=0.2)
+    assert len(copies) == 4 and len(set(copies)) == 1, "copies are on one side"
     moved = shutil.copytree(photos, tmp_path / "elsewhere" / "data")
-    assert held_out(train, *split, dataset=moved) == expected
-    assert held_out(train, *split, "--validation_seed", "7") == expected
-    seeds = [held_out(train, *split, "--seed", str(seed), "--validation_seed", "42") for seed in (1, 2)]
-    assert any(other != expected for other in seeds)
-    Image.new("RGB", (96, 80), "green").save(moved / "green.png")
-    (moved / "green.txt").write_text("green")
-    assert len(held_out(train, *split, dataset=moved) & expected) >= 1, "two of six: at most the new one is dealt in"
-    assert len(held_out(train, "--validation_split", "0.01")) == 1
+    (moved / "coffee.png").rename(moved / "zebra.png")
+    (moved / "coffee.txt").rename(moved / "zebra.txt")
+    split = ["--validation_split", "0.4"]
+    here, there = held_out(train, *split), held_out(train, *split, "--validation_seed", "7", dataset=moved)
+    assert here == {name.replace("zebra", "coffee") for name in there} and len(here) == 2
 
 
-def test_copies_of_a_picture_are_on_one_side(train, photos, tmp_path):
-    for k in range(4):
-        for name in ("astronaut", "chelsea", "coffee"):
-            for suffix in (".png", ".txt"):
-                shutil.copy(photos / f"{name}{suffix}", tmp_path / f"{name}{k}{suffix}")
-    flags = [*flags_of("qwen_image"), "--max_train_steps", "1", "--validation_split", "0.2", "--dry_run"]
-    held_out = held_out_of(train("qwen_image", *flags, dataset=tmp_path))
-    assert len(held_out) == 4 and len({name[:4] for name in held_out}) == 1
-
-
-def test_nothing_left_to_train_is_refused(train, capsys):
-    with pytest.raises(SystemExit) as stopped, exit_codes():
-        held_out(train, "--validation_split", "0.95")
-    assert stopped.value.code == 2
-    assert "error: --validation_split 0.95 of 5 items leaves nothing to train" in capsys.readouterr().err
+@pytest.mark.parametrize("digests, said", [(["one", "two"], "of 2 items leaves nothing"), (["one"] * 4, "are copies")])
+def test_nothing_left_to_train_is_refused(digests, said):
+    with pytest.raises(RefusedError, match=f"--validation_split.*{said}"):
+        held_out_digests(digests, share=0.75)
 
 
 def test_loss_by_hand(train, tiny_qwen_image, photos):
