@@ -115,9 +115,9 @@ def _read_record(text, flags):
     for name, flag in flags.items():
         if flag.is_of_start:  # the settings of its config files are among the arguments
             settings.pop(name, None)
-        elif flag.kind in (SIZE, BUDGET) and (settings.get(name) or "").isdecimal():
+        elif flag.kind in (SIZE, BUDGET) and str(settings.get(name)).isdecimal():
             settings[name] += "B"
-        elif flag.kind is KEY_VALUE and settings.get(name) is not None:
+        elif flag.kind is KEY_VALUE and isinstance(settings.get(name), dict):
             arguments = content["arguments"][name].items()
             settings[name] = [f"{key}={_tuples(value)!r}" for key, value in arguments]
         elif isinstance(settings.get(name), bool):

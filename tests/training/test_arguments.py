@@ -597,6 +597,8 @@ def test_a_record_is_told_by_what_it_holds(config):
     args = parse(*flags)
     assert (args.lora_rank, args.memory_budget, args.report_to, args.config) == (4, 1024, [], flags[1:])
     assert "memory_budget" in refused(*config("memory_budget: 1024"))
+    by_hand = record | {"arguments": {"memory_budget": True, "optimizer_args": ["eps=1e-6", 3]}}
+    assert "--memory_budget is 'True'; allowed is auto, or a size" in refused(*config(json.dumps(by_hand), "run.json"))
     record["arguments"]["lora_rnak"] = 4
     assert "unknown key 'lora_rnak'; the nearest is lora_rank" in refused(*config(json.dumps(record), "run.json"))
     assert "unknown key 'arguments'" in refused(*config("arguments: {lora_rank: 4}"))
