@@ -289,15 +289,6 @@ class StepProfile:
         pairs = zip(self._input_bytes([plan]), self._activations(plan), strict=True)
         return sum(num_bytes for num_bytes, where in pairs if where == "park")
 
-    def working_set_bytes(self, plan):
-        """Return what the backward pass of one block of a `MemoryPlan` takes at most, above what was alive before."""
-        highest = 0
-        for (_, block), where in zip(self._blocks, self._activations(plan), strict=True):
-            recording = self._record(where != "keep")
-            again, backward = recording.recomputation[block], recording.backward[block]
-            highest = max(highest, again.rise_bytes, again.change_bytes + backward.rise_bytes)
-        return highest
-
     def peak(self, plan, *, gradient_factor=1):
         """Return the `Peak` of a `MemoryPlan`.
 

@@ -19,7 +19,7 @@ from blockwise.plan import BudgetError, MemoryPlan
 from dataset.buckets import bucket_key
 from runtime.errors import RefusedError
 from runtime.processes import gather_from_all
-from training.module import DiffusionTrainingModule, make_trainable
+from training.module import DiffusionTrainingModule, make_trainable, parameters_to_train
 
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,6 @@ class RunForecast:
         launch (`Launch`)
         family (`Family`)
         names (`list[str]`): Of adapted layers, or in full training of the modules that are not trained.
-        parameters (`dict[str, tuple[tuple[int, ...], torch.dtype]]`): Shape and dtype of each trained parameter.
         optimizer (`tuple[type, dict]`): See `find_optimizer`.
         records (`list[dict]`): Of the items that are trained.
         samples_by_size (`dict[tuple, int]`): How many an epoch has of each: a batch has no more.
@@ -107,7 +106,6 @@ class RunForecast:
     launch: Launch
     family: object
     names: list
-    parameters: dict
     optimizer: tuple
     records: list
     samples_by_size: dict
@@ -116,6 +114,11 @@ class RunForecast:
     held_out: list = ()
     previews: tuple | None = None
     preview_transformers: int = 1
+
+    @functools.cached_property
+    def parameters(self):
+        """Shape and dtype of each trained parameter: see `parameters_to_train`."""
+        return parameters_to_train(self.family.skeleton, self.args, self.names)
 
     # ---- one sample, and the phases before training
 
@@ -273,37 +276,33 @@ class RunForecast:
             "transient": transient,
         }
 
-    def _block_bytes(self):
-        """Return the bytes of the parameters of each block."""
-        for name in self.family.block_lists:
-            for block in self.family.skeleton.get_submodule(name):
-                yield sum(parameter.nbytes for parameter in block.parameters())
+    @functools.cached_property
+    def _largest_block_bytes(self):
+        lists = [self.family.skeleton.get_submodule(name) for name in self.family.block_lists]
+        return max(sum(parameter.nbytes for parameter in block.parameters()) for blocks in lists for block in blocks)
 
     def _shares(self, strategy, num_processes):
         """Return what of it one process holds all the time, and its gradients at the optimizer step."""
         whole, n = self._bytes, num_processes
-        fixed = {key: whole[key] for key in ("weights", "adapters", "masters", "optimizer_state")}
-        fixed["ema"] = 0 if self.args.offload_ema else whole["ema"]
-        fixed["gradients"] = 0
-        at_step = whole["fp32_gradients"]
-        accumulates = self.args.gradient_accumulation_steps > 1
+        fixed = {key: whole[key] for key in ("weights", "adapters", "masters", "optimizer_state", "ema")}
+        fixed["ema"] *= not self.args.offload_ema
+        sums = whole["fp32_gradients"]
+        fixed["gradients"] = sums if self.args.gradient_accumulation_steps > 1 else 0
         if strategy == "single":
-            fixed["gradients"] = whole["fp32_gradients"] if accumulates else 0
-        elif strategy == "ddp":
-            # Its buckets, and of bf16 weights the sums in fp32. What micro-batches add up to on the way has its own.
-            at_step = whole["gradients"] + whole["masters"]
-            fixed["gradients"] = whole["gradients"] + (whole["fp32_gradients"] if accumulates else 0)
-        else:
-            at_step = whole["fp32_gradients"] // n
-            fixed["optimizer_state"] //= n
-            fixed["masters"] = whole["fp32_gradients"] // n if strategy.startswith("zero") else whole["masters"] // n
-            fixed["gradients"] = at_step + (self.launch.zero_bucket_bytes if strategy.startswith("zero") else 0)
-            at_step = fixed["gradients"]
-            if strategy in ("zero3", "fsdp2"):
-                # The block at work and the next one are gathered.
-                fixed["weights"] = fixed["weights"] // n + 2 * max(self._block_bytes())
-                fixed["adapters"] //= n
-        return fixed, at_step
+            return fixed, sums
+        if strategy == "ddp":
+            # Its buckets, and of bf16 weights the sums in fp32. What micro-batches add up to has its own.
+            fixed["gradients"] += whole["gradients"]
+            return fixed, whole["gradients"] + whole["masters"]
+        is_zero = strategy.startswith("zero")
+        fixed["optimizer_state"] //= n
+        fixed["masters"] = (sums if is_zero else whole["masters"]) // n
+        fixed["gradients"] = sums // n + is_zero * self.launch.zero_bucket_bytes
+        if strategy in ("zero3", "fsdp2"):
+            # The block that runs and the next one are gathered.
+            fixed["weights"] = fixed["weights"] // n + 2 * self._largest_block_bytes
+            fixed["adapters"] //= n
+        return fixed, fixed["gradients"]
 
     def training(self, plan, strategy=None, num_processes=None):
         """Return the bytes of a process by category at the highest moment of a step, and when that is.
@@ -432,7 +431,6 @@ class RunForecast:
             "training_peak_bytes": phases["training"],
             "training_peak_place": place,
             **({"by_mode": self._by_mode()} if self.args.dry_run else {}),
-            "working_set_bytes": self.profile.working_set_bytes(plan),
             "peak_phase": peak_phase,
             "by_category": by_category,
             "phases": phases,
@@ -480,33 +478,22 @@ class RunForecast:
             for name in _MEMORY_SWITCHES:
                 if (other := self._plan_with(name)) != plan:
                     yield f"--{name}", self, other
-        if args.bucket_config is None:
-            yield from self._smaller_batches(plan)
         if self.previews is not None:
             yield "no --validation_prompt", self._with(previews=None), plan
         if args.ema and not args.offload_ema:
-            yield "--offload_ema", self._with(args=_changed(args, offload_ema=True)), plan
+            yield "--offload_ema", self._with_flags(offload_ema=True), plan
         if args.optimizer == "adamw" and importlib.util.find_spec("bitsandbytes"):
             from bitsandbytes.optim import AdamW8bit
 
-            other = self._with(optimizer=(AdamW8bit, {"lr": args.learning_rate}))
-            yield "--optimizer adamw_8bit", other, plan
+            yield "--optimizer adamw_8bit", self._with(optimizer=(AdamW8bit, {"lr": args.learning_rate})), plan
         if args.training_mode == "lora" and args.lora_rank > 1:
-            rank = args.lora_rank // 2
-            parameters = {
-                name: (tuple(rank if side == args.lora_rank else side for side in shape), dtype)
-                for name, (shape, dtype) in self.parameters.items()
-            }
-            other = self._with(args=_changed(args, lora_rank=rank), parameters=parameters)
-            yield f"--lora_rank {rank}", other, plan
-
-    def _smaller_batches(self, plan):
-        args = self.args
+            yield f"--lora_rank {args.lora_rank // 2}", self._with_flags(lora_rank=args.lora_rank // 2), plan
+        if args.bucket_config is not None:
+            return
         if args.train_batch_size > 1:
             size, steps = args.train_batch_size // 2, args.gradient_accumulation_steps * 2
             text = f"--train_batch_size {size} --gradient_accumulation_steps {steps}"
-            changed = _changed(args, train_batch_size=size, gradient_accumulation_steps=steps)
-            yield text, self._with(args=changed), plan
+            yield text, self._with_flags(train_batch_size=size, gradient_accumulation_steps=steps), plan
         largest = max(self.records, key=lambda record: math.prod(record["used"]["size"]))["used"]
         smaller = [max(32, round(side / math.sqrt(2) / 32) * 32) for side in largest["size"]]
         text = f"--max_pixels {math.prod(smaller)}" if args.max_pixels else "--width {} --height {}".format(*smaller)
@@ -515,6 +502,9 @@ class RunForecast:
             frames = (largest["frames"] // 2 - 1) // 4 * 4 + 1
             other = self._with(records=[{"used": largest | {"frames": frames}}], held_out=[])
             yield f"--num_frames {frames}", other, plan
+
+    def _with_flags(self, **flags):
+        return self._with(args=_changed(self.args, **flags))
 
     def _with(self, **changes):
         """Return the forecast of another run, with what the change leaves as it is."""
@@ -550,31 +540,27 @@ def format_bytes(num_bytes, up=False):
     return f"{(math.ceil(hundredths) if up else round(hundredths)) / 100:.2f} {unit}"
 
 
+def _listed(sizes):
+    return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in sizes.items())
+
+
 def describe_forecast(forecast):
     """Return the lines of a forecast (`RunForecast.describe`) for a person."""
     processes = f"{forecast['num_processes']} process" + "es" * (forecast["num_processes"] > 1)
     lines = [f"forecast per process ({forecast['device_type']}, {processes}, {forecast['strategy']}):"]
-    for name, value in forecast["by_category"].items():
-        if value:
-            lines.append(f"  {name.replace('_', ' '):16} {format_bytes(value):>12}")
-    place = forecast["training_peak_place"]
-    lines.append(f"  {'training peak':16} {format_bytes(forecast['training_peak_bytes']):>12}  ({place})")
-    working_set = format_bytes(forecast["working_set_bytes"])
-    lines.append(f"  of it the block at work in the backward pass, at most: {working_set}")
-    if "by_mode" in forecast:
-        modes = ", ".join(f"{name} {format_bytes(value)}" for name, value in forecast["by_mode"].items())
-        lines.append(f"  training peak with all blocks in one mode: {modes}")
-    phases = ", ".join(f"{name} {format_bytes(value)}" for name, value in forecast["phases"].items())
-    lines.append(f"  phases: {phases}; the highest is {forecast['peak_phase']}")
+    rows = forecast["by_category"] | {"training peak": forecast["training_peak_bytes"]}
+    lines += [f"  {name.replace('_', ' '):16} {format_bytes(value):>12}" for name, value in rows.items() if value]
+    lines[-1] += f"  ({forecast['training_peak_place']})"
+    is_for_planning = "by_mode" in forecast
+    if is_for_planning:
+        lines.append(f"  training peak with all blocks in one mode: {_listed(forecast['by_mode'])}")
+    lines.append(f"  phases: {_listed(forecast['phases'])}; the highest is {forecast['peak_phase']}")
     host, parked = format_bytes(forecast["host_bytes"]), format_bytes(forecast["parked_bytes"])
     lines.append(f"  host memory of all local processes {host}, of it parked per process {parked}")
-    if forecast["num_processes"] == 1 and "by_mode" not in forecast:
-        return lines  # other numbers of processes are for those who plan, by a dry run
-    shared = dict(forecast["per_process"])
-    count = shared.pop("num_processes")
-    names = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
-    listed = ", ".join(f"{names[name]} {format_bytes(value)}" for name, value in shared.items())
-    lines.append(f"  training peak of each of {count} processes: {listed}")
+    if is_for_planning or forecast["num_processes"] > 1:
+        shared = {name: size for name, size in forecast["per_process"].items() if name != "num_processes"}
+        count = forecast["per_process"]["num_processes"]
+        lines.append(f"  training peak of each of {count} processes: {_listed(shared)}")
     return lines
 
 
@@ -585,24 +571,17 @@ def compare_forecast(forecast, measured):
         forecast (`dict`): From `RunForecast.describe`.
         measured (`dict`): With the same keys, as far as they were measured; None where this device reports nothing.
     """
-    rows = [(name, value, measured["by_category"].get(name)) for name, value in forecast["by_category"].items()]
-    for name, key in (("training peak", "training_peak_bytes"), ("parked", "parked_bytes"), ("host", "host_bytes")):
-        rows.append((name, forecast[key], measured[key]))
+    rows = {name: (value, measured["by_category"].get(name)) for name, value in forecast["by_category"].items()}
+    for key in ("training_peak_bytes", "parked_bytes", "host_bytes"):
+        rows[key.removesuffix("_bytes")] = forecast[key], measured[key]
     lines = [f"{'memory':16} {'forecast':>12} {'measured':>12} {'difference':>10}"]
-    for name, predicted, found in rows:
-        if not predicted and not found:
-            continue
-        cells = ("-", "") if found is None else (format_bytes(found), _difference(predicted, found))
-        lines.append(f"{name.replace('_', ' '):16} {format_bytes(predicted):>12} {cells[0]:>12} {cells[1]:>10}")
+    for name, (predicted, found) in rows.items():
+        if predicted or found:
+            text = "-" if found is None else format_bytes(found)
+            ratio = predicted / found if predicted and found else None
+            difference = "" if ratio is None else f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.2g} times"
+            lines.append(f"{name.replace('_', ' '):16} {format_bytes(predicted):>12} {text:>12} {difference:>10}")
     return lines
-
-
-def _difference(predicted, found):
-    """Return how far a forecast is off: in percent, or from twice as much on as how many times as much."""
-    if not found or not predicted:
-        return ""
-    ratio = predicted / found
-    return f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.{1 if ratio < 10 else 0}f} times"
 
 
 # ---------------------------------------------------------------- the plan

@@ -26,7 +26,7 @@ from training.hub import open_repository, push
 from training.launch import start_accelerator
 from training.loop import Training, train
 from training.lora_init import check_base_of_lora, read_initial_lora, start_from
-from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable, parameters_to_train
+from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable
 from training.optimizers import find_optimizer
 from training.paths import check_paths
 from training.reporting import RunRecord
@@ -159,7 +159,6 @@ class Weights:
                 raise RefusedError(f"--lora_target_modules {error}.") from None
             read = partial(read_initial_lora, args, family.pipelines[0].lora_state_dict, family.skeleton, self.names)
             self.initial = {stage: read(expert=stage.name) for stage in family.stages}
-        self.parameters = parameters_to_train(family.skeleton, args, self.names)
 
     def check(self, batches, resumed):
         """Bring all weights to this machine, and check that they are those of the checkpoint and the initial LoRA."""
@@ -325,7 +324,6 @@ def forecast_run(family, args, accelerator, weights, optimizer, data):
         Launch.of(args, accelerator),
         family,
         names=weights.names,
-        parameters=weights.parameters,
         optimizer=optimizer,
         records=[item.record for item in data.items],
         samples_by_size=data.batches.samples_by_size,
