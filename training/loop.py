@@ -9,13 +9,13 @@ from accelerate.utils import send_to_device
 
 from dataset.batches import load_batches
 from runtime.errors import FailedError, StoppedError
-from runtime.processes import StopRequest, gather_from_all
+from runtime.processes import StopRequest
 from training.checkpoints import load_checkpoint, register_state, save_checkpoint
 from training.ema import WeightAverage
 from training.launch import seed_module_randomness
+from training.metrics import Metrics, keep_metrics
 from training.module import trainable_parameters
 from training.optimizers import prepare_training, uses_deepspeed
-from training.reporting import Metrics
 
 
 @dataclasses.dataclass
@@ -35,7 +35,6 @@ class Training:
         resumed_steps (`int`): The optimizer steps of this stage that are in the checkpoint.
         checkpoint (`pathlib.Path`, *optional*): Training state to resume from.
         validation (`Validation`, *optional*): Previews and the loss of held-out items; not after the last step.
-        trackers (`Trackers`, *optional*): They get the numbers too.
     """
 
     accelerator: object
@@ -49,7 +48,6 @@ class Training:
     resumed_steps: int = 0
     checkpoint: pathlib.Path | None = None
     validation: object = None
-    trackers: object = None
 
     @property
     def steps(self):
@@ -124,24 +122,13 @@ class AfterStep:
 
     def __init__(self, training, optimizer, average):
         self.training, self.average = training, average
-        accelerator, args, module = training.accelerator, training.args, training.module
-        path, checkpoint = pathlib.Path(args.output_dir) / "metrics.jsonl", training.checkpoint
-        self.metrics = Metrics(
-            accelerator,
-            path,
-            training.steps,
-            training.batches,
-            training.dataset,
-            log=training.log,
-            resumed_path=checkpoint and checkpoint.parent / path.name,
-            trackers=training.trackers,
-            expert=training.stage.name,
-            steps_before=training.steps_before,
-        )
-        self.liveness = GradientLiveness(trainable_parameters(module))
+        accelerator, module = training.accelerator, training.module
         first_step = training.steps_before + training.steps.start
+        self.num_skipped = keep_metrics(accelerator, training.args.output_dir, first_step, training.checkpoint)
+        self.is_skipped = False
+        self.metrics = Metrics(training)
+        self.liveness = GradientLiveness(trainable_parameters(module))
         training.log.watch(module, optimizer, step=first_step, average=average.tensors)
-        self.num_skipped, self.is_skipped = gather_from_all(accelerator, self.metrics.num_skipped)[0], False
         self.stop = StopRequest(accelerator)
 
     def __enter__(self):
@@ -170,7 +157,7 @@ class AfterStep:
     def _validate(self, number):
         training = self.training
         with training.log.aside("previews"), self.average.applied(), self.metrics.aside():
-            training.validation.run(number, training.trackers, is_stopped=lambda: self.stop.signal != 0)
+            training.validation.run(number, is_stopped=lambda: self.stop.signal != 0)
 
     def skips(self, grad_norm):
         """Return whether the step is left out, as --max_skipped_steps allows where its gradient is not finite."""

@@ -8,7 +8,7 @@ import yaml
 
 from runtime.files import write_text
 from training.flags import ROWS
-from training.reporting import read_metrics
+from training.metrics import read_metrics
 
 
 MODEL_CARD = """---

@@ -16,7 +16,7 @@ from dataset.images import inspect_rows, read_image
 from dataset.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, describe_rows, read_datasets
 from dataset.report import draw_contact_sheet
 from runtime.errors import RefusedError, refuse_unreadable_model
-from runtime.processes import agreed, wait_for_all
+from runtime.processes import agreed, on_main_process, wait_for_all
 from training.arguments import check_length, resolve_for_model
 from training.checkpoints import check_same_weights, describe_checkpoint, find_checkpoint
 from training.export import LORA_FILE, check_result, load_result, save_result
@@ -29,17 +29,10 @@ from training.lora_init import check_base_of_lora, read_initial_lora, start_from
 from training.module import DiffusionTrainingModule, find_lora_targets, make_trainable
 from training.optimizers import find_optimizer
 from training.paths import check_paths
-from training.reporting import RunRecord
+from training.record import RunRecord
 from training.run_folder import claim_output_dir
-from training.trackers import Trackers, check_trackers
-from training.validation import (
-    Validation,
-    hold_out,
-    preview_prompts,
-    preview_settings,
-    preview_size,
-    read_preview_images,
-)
+from training.trackers import check_trackers, start_trackers
+from training.validation import Sampler, Validation, hold_out, preview_prompts, preview_settings, preview_size
 
 
 def run(family_class, args, log):
@@ -68,29 +61,24 @@ def run(family_class, args, log):
         forecast = forecast_run(family, args, accelerator, weights, optimizer, data)
         plan = plan_memory(args, forecast)
         weights.check(data.batches, resumed[1])
-        record = RunRecord(
-            accelerator, args, log, plan, forecast, data.inspected, data.batches, num_tokens=family.num_tokens
-        )
+        record = RunRecord(accelerator, args, log, plan, forecast, data, family.num_tokens)
         if family.never_trained:
             accelerator.print(f"never trained, since they get no gradient: {', '.join(family.never_trained)}")
         check_room(data.cache, forecast.cache_bytes)
         if args.dry_run:
-            if accelerator.is_main_process:
-                path = pathlib.Path(args.output_dir) / "contact_sheet.png"
-                draw_contact_sheet(path, data.items, media_of(family)[1])
+            path, read = pathlib.Path(args.output_dir) / "contact_sheet.png", media_of(family)[1]
+            on_main_process(accelerator, lambda: draw_contact_sheet(path, data.items, read))
             return forecast
 
         repo_id = open_repository(args) if accelerator.is_main_process else None
-        trackers = Trackers(accelerator, args, first_step=resumed[1]["step"] + 1)
+        start_trackers(accelerator, args, first_step=resumed[1]["step"] + 1)
         encode_data(family, args, accelerator, log, data)
-        stages = Stages(family, args, log, weights, data, optimizer, forecast, plan, resumed, trackers)
+        stages = Stages(family, args, log, weights, data, optimizer, forecast, plan, resumed, accelerator.trackers)
         for stage in family.stages:
             if not is_finished(stage, resumed[1], data.batches):
                 stages.train(stage)
                 free_memory()
-        if accelerator.is_main_process:
-            record.finish()
-        trackers.finish()
+        record.finish()
         accelerator.end_training()
         push(args, repo_id, places(family))
     return None
@@ -192,7 +180,7 @@ class Data:
         cache (`Cache`)
         inspected (`list[Item]`): Of every row.
         items, held_out (`list[Item]`): Those that are trained, and those that validation measures.
-        preview_images (`list[PIL.Image.Image]`): That previews start from.
+        preview_settings (`dict`): For `Family.sample`.
         laws (`dict[Stage, list[SigmaLaw]]`): Of each item that is trained.
         batches (`BatchPlan`)
         caption_tokens (`dict[str, int]`): Caption -> tokens that are kept of it.
@@ -203,7 +191,7 @@ class Data:
     inspected: list
     items: list
     held_out: list
-    preview_images: list
+    preview_settings: dict
     laws: dict
     batches: BatchPlan
     caption_tokens: dict
@@ -236,7 +224,7 @@ def plan_data(family, args, accelerator, resumed, digests):
     cache = Cache(args.cache_dir, accelerator.process_index)
     inspected = inspect(family, args, accelerator, cache)
     items, held_out = hold_out(args, [item for item in inspected if item.record["decision"] == "used"])
-    preview_images = read_preview_images(args, *preview_size(args, items)[:2])
+    settings = preview_settings(args, items)
     sizes = [item.record["used"]["size"] for item in items]
     laws = {
         stage: [sigma_law(args, family.sigma_shift(height, width), stage.sigma_range) for width, height in sizes]
@@ -268,7 +256,7 @@ def plan_data(family, args, accelerator, resumed, digests):
         wanted += [encoding for item in items for encoding in encodings_of(family, item, family.dropped_caption)]
     wanted += [Encoding("captions", (prompt,)) for prompt in preview_prompts(args)]
     encodings = EncodingPlan(cache, accelerator, identities, wanted)
-    return Data(cache, inspected, items, held_out, preview_images, laws, batches, caption_tokens, encodings)
+    return Data(cache, inspected, items, held_out, settings, laws, batches, caption_tokens, encodings)
 
 
 def encodings_of(family, item, caption=None):
@@ -359,16 +347,17 @@ class Stages:
     forecast: RunForecast
     plan: object
     resumed: tuple
-    trackers: Trackers
+    trackers: list
 
     def train(self, stage):
         """Train the transformer of a `Stage`, write its result, and check it."""
         args, data, log = self.args, self.data, self.log
         accelerator = start_accelerator(args)  # one for each, since it keeps what it has prepared
+        accelerator.trackers = self.trackers
         checkpoint, state = self.resumed
         resumed_steps = max(state["step"] - stage.number * data.batches.last_step, 0)
         with refuse_unreadable_model(args):
-            preview_pipeline = self.family.load_preview_pipeline() if args.validation_prompt else None
+            sampler = self._sampler(stage) if args.validation_prompt else None
             transformer = self.family.load_transformer(stage.subfolder)
         log.point("transformer loaded")
         make_trainable(transformer, args, self.weights.names)
@@ -378,6 +367,7 @@ class Stages:
             if self.weights.initial[stage] and not resumed_steps:
                 accelerator.print(start_from(transformer, self.weights.initial[stage]))
             log.point("adapters")
+        held_out = encoded_dataset(self.family, args, data.encodings, data.held_out, [None] * len(data.held_out))
         training = Training(
             accelerator,
             args,
@@ -389,31 +379,12 @@ class Stages:
             self.optimizer,
             resumed_steps=resumed_steps,
             checkpoint=checkpoint if resumed_steps else None,
-            validation=self._validation(accelerator, stage, module, preview_pipeline),
-            trackers=self.trackers,
+            validation=Validation(accelerator, args, module, stage, held_out, sampler),
         )
         train(training)
         log.point("saving")
         self._write_result(training)
         wait_for_all(accelerator)
-
-    def _validation(self, accelerator, stage, module, preview_pipeline):
-        args, data, family = self.args, self.data, self.family
-        settings = preview_settings(args, data.items, data.preview_images) | family.guidance(args.guidance_scale)
-        return Validation(
-            accelerator,
-            args,
-            module,
-            encoded_dataset(family, args, data.encodings, data.held_out, [None] * len(data.held_out)),
-            {text: data.encodings.path(Encoding("captions", (text,))) for text in preview_prompts(args)},
-            pipeline=preview_pipeline,
-            sample=partial(family.sample, **settings),
-            takes_turns=self.forecast.previews_take_turns(self.plan),
-            sigma_range=stage.sigma_range,
-            place=stage.subfolder,
-            load_other=partial(self._load_other, stage) if stage.other is not None else None,
-            fps=args.fps if family.is_video else None,
-        )
 
     def _write_result(self, training):
         args, family, stage, module = self.args, self.family, training.stage, training.module
@@ -427,11 +398,24 @@ class Stages:
                 self.data.batches.identity["weights"][f"{stage.name}/{LORA_FILE}"] = digest
         if training.validation.is_wanted:
             self.log.point("previews")
-            training.validation.run(training.steps_before + self.data.batches.last_step, self.trackers)
+            training.validation.run(training.steps_before + self.data.batches.last_step)
             self.log.point("saving")
         if training.accelerator.is_main_process:
             stock = family.stock_pipeline(module.transformer)
             check_result(args, stock, module, training.dataset, path, images=family.image_arguments, **of_result)
+
+    def _sampler(self, stage):
+        """Return the `Sampler` for the transformer of a `Stage`."""
+        family, args, data = self.family, self.args, self.data
+        settings = data.preview_settings | family.guidance(args.guidance_scale)
+        return Sampler(
+            family.load_preview_pipeline(),
+            partial(family.sample, **settings),
+            {text: data.encodings.path(Encoding("captions", (text,))) for text in preview_prompts(args)},
+            load_other=partial(self._load_other, stage) if stage.other is not None else None,
+            takes_turns=self.forecast.previews_take_turns(self.plan),
+            fps=args.fps if family.is_video else None,
+        )
 
     def _load_other(self, stage, pipeline):
         """Give a preview pipeline the transformer that samples together with that of `stage`."""

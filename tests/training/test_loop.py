@@ -22,9 +22,9 @@ from training.arguments import parse_args
 from training.flow_matching import SigmaLaw
 from training.launch import start_accelerator
 from training.loop import Training, train
+from training.metrics import Metrics, keep_metrics
 from training.module import DiffusionTrainingModule
 from training.optimizers import find_optimizer
-from training.reporting import Metrics
 
 
 LAW = SigmaLaw("uniform")
@@ -189,17 +189,17 @@ def test_a_step_whose_loss_is_not_finite_is_left_out(accumulation, tmp_path, cap
         assert (line["loss"] is None) == (line["grad_norm"] is None) == (step in skipped)
     said = [message for message in caplog.messages if "--max_skipped_steps" in message]
     assert [int(re.search(r"^step (\d+)", message)[1]) for message in said] == skipped
-    assert all("the loss of 3 is not finite; the step was left out" in message for message in said)
+    assert all("the loss is not finite for 3; the step was skipped" in message for message in said)
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2])
 def test_more_steps_in_a_row_than_allowed_end_the_run(allowed, tmp_path):
     """All samples are bad: it ends at the first step that is one too many, and says which sample it had."""
-    with pytest.raises(FailedError, match=f"^step {allowed + 1}, .* not finite. Nothing was saved") as error:
+    with pytest.raises(FailedError, match=f"^step {allowed + 1} has .* not finite .* Nothing was saved") as error:
         run(tmp_path, "--max_skipped_steps", str(allowed), "--logging_steps", "1", infinite=range(NUM_ITEMS))
     lines = lines_of(tmp_path)
     assert len(lines) == allowed + 1 and all(line["loss"] is None for line in lines)
-    assert f"the loss of {lines[-1]['samples'][0]} is not finite" in str(error.value)
+    assert f"the loss is not finite for {lines[-1]['samples'][0]}." in str(error.value)
 
 
 def test_only_steps_in_a_row_are_counted(tmp_path):
@@ -234,5 +234,5 @@ def test_steps_left_out_before_a_resume_count(tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for first, expected in ((2, 1), (3, 0), (5, 2), (6, 3)):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        main = types.SimpleNamespace(is_main_process=True)
-        assert Metrics(main, path, range(first, 9), None, None, log=None).num_skipped == expected
+        main = types.SimpleNamespace(is_main_process=True, num_processes=1)
+        assert keep_metrics(main, tmp_path, first) == expected

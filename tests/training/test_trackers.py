@@ -1,11 +1,10 @@
-"""The trackers by what they leave on disk, and the curves as pictures."""
+"""The trackers by what they leave on disk."""
 
 import argparse
 import importlib.util
 import json
 import os
 import pathlib
-import random
 import socket
 import sqlite3
 import sys
@@ -14,12 +13,12 @@ import av
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.tracking import TensorBoardTracker
 from PIL import Image
 
 from runtime.errors import FailedError, RefusedError
-from training.trackers import Trackers, check_trackers, draw_metrics
+from training.trackers import check_trackers, log_previews, start_trackers
 
 
 @pytest.fixture
@@ -60,13 +59,13 @@ def trackio_dir(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
-    """A clip that gets brighter, with more frames than a strip has."""
+    """A clip that gets brighter."""
     path = tmp_path_factory.mktemp("clip") / "clip.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=8, width=64, height=48, pix_fmt="yuv420p")
         for k in range(15):
-            picture = Image.new("RGB", (64, 48), (16 * k, 16 * k, 16 * k))
-            container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+            image = Image.new("RGB", (64, 48), (16 * k, 16 * k, 16 * k))
+            container.mux(stream.encode(av.VideoFrame.from_image(image)))
         container.mux(stream.encode())
     return path
 
@@ -76,29 +75,31 @@ def start(output_dir, *names, first_step=1):
         report_to=list(names), output_dir=str(output_dir), lr=0.5, expert=None, names=["a", "b"], args={"x": 1}
     )
     accelerator = Accelerator(log_with=args.report_to or None, project_dir=args.output_dir, cpu=True)
-    return Trackers(accelerator, args, first_step=first_step)
+    start_trackers(accelerator, args, first_step=first_step)
+    return accelerator
 
 
-def log_steps(trackers, steps, offset=0.0):
+def log_steps(accelerator, steps, offset=0.0):
     for step in steps:
-        trackers.log({"loss": offset + 1 / step, "device": None, "odd": float("nan")}, step)
+        accelerator.log({"loss": offset + 1 / step, "odd": float("nan")}, step=step)
 
 
-def generators():
-    numpy_state = np.random.get_state()
-    return random.getstate(), numpy_state[1].tolist(), numpy_state[2], torch.get_rng_state().tolist()
+def finish(accelerator):
+    for tracker in accelerator.trackers:
+        tracker.finish()
+
+
+GRID = Image.new("RGB", (40, 30), "red")
 
 
 def check_randomness(output_dir, clip, name):
-    before = generators()
-    trackers = start(output_dir, name)
-    assert generators() == before
-    log_steps(trackers, [1, 2])
-    assert generators() == before
-    trackers.log_media({"picture": Image.new("RGB", (8, 8))}, {"clip": clip}, 2)
-    assert generators() == before
-    trackers.finish()
-    assert generators() == before
+    """Dropout draws from torch's generator: no tracker may."""
+    before = torch.get_rng_state()
+    accelerator = start(output_dir, name)
+    log_steps(accelerator, [1, 2])
+    log_previews(accelerator, GRID, {"validation/clip": clip}, 2)
+    finish(accelerator)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ---------------------------------------------------------------- TensorBoard
@@ -113,46 +114,31 @@ def read_events(output_dir):
 
 def test_tensorboard(output_dir, clip):
     pytest.importorskip("tensorboard")
-    trackers = start(output_dir, "tensorboard")
-    log_steps(trackers, [1, 2, 3, 4])
-    trackers.log_media({"picture": Image.new("RGBA", (40, 30), "red")}, {"clip": clip}, 4)
-    trackers.finish()
-    trackers.finish()
+    accelerator = start(output_dir, "tensorboard")
+    log_steps(accelerator, [1, 2, 3, 4])
+    log_previews(accelerator, GRID, {"validation/clip": clip}, 4)
+    finish(accelerator)
     events = read_events(output_dir)
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
         (step, pytest.approx(1 / step)) for step in (1, 2, 3, 4)
     ]
     assert set(events.Tags()["scalars"]) == {"loss", "odd"} and np.isnan(events.Scalars("odd")[0].value)
-    (picture,) = events.Images("picture")
-    assert (picture.step, picture.width, picture.height) == (4, 40, 30)
-    (strip,) = events.Images("clip")
-    assert (strip.step, strip.width, strip.height) == (4, 8 * 64, 48)
+    (grid,) = events.Images("validation/grid")
+    assert (grid.step, grid.width, grid.height) == (4, 40, 30) and events.Tags()["images"] == ["validation/grid"]
     (config,) = events.Tensors("config/text_summary")
     text = config.tensor_proto.string_val[0].decode()
-    assert json.loads(text)["lr"] == 0.5 and json.loads(text)["names"] == '["a", "b"]'
+    assert json.loads(text)["lr"] == 0.5 and json.loads(text)["names"] == ["a", "b"]
     assert [path.is_file() for path in (output_dir / "blockwise").iterdir()] == [True]  # no folders named by the time
-
-
-def test_strip_shows_the_first_and_the_last_frame_and_evenly_between(output_dir, clip):
-    pytest.importorskip("tensorboard")
-    trackers = start(output_dir, "tensorboard")
-    trackers.log_media({}, {"clip": clip}, 0)
-    trackers.finish()
-    (strip,) = read_events(output_dir).Images("clip")
-    (output_dir / "strip.png").write_bytes(strip.encoded_image_string)
-    with Image.open(output_dir / "strip.png") as picture:
-        shown = [picture.getpixel((32 + 64 * k, 24))[0] for k in range(8)]
-    assert shown == pytest.approx([32 * k for k in range(8)], abs=6)
 
 
 def test_tensorboard_forgets_the_steps_that_a_resume_makes_again(output_dir):
     pytest.importorskip("tensorboard")
-    trackers = start(output_dir, "tensorboard")
-    log_steps(trackers, [1, 2, 3, 4])
-    trackers.finish()
-    trackers = start(output_dir, "tensorboard", first_step=3)
-    log_steps(trackers, [3, 4, 5], offset=10.0)
-    trackers.finish()
+    accelerator = start(output_dir, "tensorboard")
+    log_steps(accelerator, [1, 2, 3, 4])
+    finish(accelerator)
+    accelerator = start(output_dir, "tensorboard", first_step=3)
+    log_steps(accelerator, [3, 4, 5], offset=10.0)
+    finish(accelerator)
     events = read_events(output_dir)
     assert [event.step for event in events.Tensors("config/text_summary")] == [0, 2]
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
@@ -160,31 +146,18 @@ def test_tensorboard_forgets_the_steps_that_a_resume_makes_again(output_dir):
     ]
 
 
-def test_what_trackers_draw_is_not_missing_in_training(output_dir, clip, monkeypatch):
-    """With trackers that draw in all they do."""
+def test_tensorboard_draws_no_random_numbers(output_dir, clip):
     pytest.importorskip("tensorboard")
-
-    def drawing(method):
-        def draw(*args, **kwargs):
-            random.random(), np.random.rand(), torch.rand(1)
-            return method(*args, **kwargs)
-
-        return draw
-
-    for name in ("start", "log", "log_images", "finish"):
-        monkeypatch.setattr(TensorBoardTracker, name, drawing(getattr(TensorBoardTracker, name)))
     check_randomness(output_dir, clip, "tensorboard")
 
 
 def test_nothing_happens_without_trackers_or_on_other_processes(output_dir, monkeypatch):
-    trackers = start(output_dir)
-    trackers.log({"loss": 1.0}, 1)
-    trackers.log_media({"picture": Image.new("RGB", (8, 8))}, {}, 1)
-    trackers.finish()
-    monkeypatch.setattr(Accelerator, "is_main_process", False)
-    trackers = start(output_dir, "tensorboard")
-    trackers.log({"loss": 1.0}, 1)
-    trackers.finish()
+    log_steps(start(output_dir), [1])
+    monkeypatch.setattr(PartialState, "is_main_process", False)
+    accelerator = start(output_dir, "tensorboard", "wandb")
+    log_steps(accelerator, [1])
+    log_previews(accelerator, GRID, {}, 1)
+    finish(accelerator)
     assert not any(output_dir.iterdir())
 
 
@@ -210,28 +183,28 @@ def test_wandb_offline(output_dir, clip, settings):
         check_randomness(output_dir, clip, "wandb")
         # In the same second, the second folder would have the name of the first.
         earlier = (output_dir / "wandb").rename(output_dir / "earlier")
-        trackers = start(output_dir, "wandb", first_step=3)
-        assert trackers.accelerator.get_tracker("wandb", unwrap=True).name == "my-run"
-        log_steps(trackers, [3, 4, 5])
-        trackers.finish()
+        accelerator = start(output_dir, "wandb", first_step=3)
+        assert accelerator.get_tracker("wandb", unwrap=True).name == "my-run"
+        log_steps(accelerator, [3, 4, 5])
+        finish(accelerator)
         wandb.teardown()  # as at the end of a process: W&B's own writes the file, and may be behind
         server.setblocking(False)
         with pytest.raises(BlockingIOError):  # nobody called
             server.accept()
     run_id = (output_dir / "wandb_run_id.txt").read_text().strip()
     (first,), (second,) = (list(folder.glob(f"offline-run-*-{run_id}")) for folder in (earlier, output_dir / "wandb"))
-    assert len(list(first.glob("files/media/images/*.png"))) == 1
-    (copy,) = first.glob("files/media/videos/*.mp4")
+    assert len(list(first.glob("files/media/images/validation/*.png"))) == 1
+    (copy,) = first.glob("files/media/videos/validation/*.mp4")
     assert copy.read_bytes() == clip.read_bytes()
     record, resumed = (next(folder.glob("*.wandb")).read_bytes() for folder in (first, second))
-    assert b'["a", "b"]' in record.replace(b'\\"', b'"')
+    assert b'["a", "b"]' in record.replace(b'","', b'", "')
     assert b"0.3333333333333333" in resumed and b"0.3333333333333333" not in record
 
 
 def test_wandb_starts_another_run_from_the_first_step(output_dir, settings):
     settings.setenv("WANDB_MODE", "offline")
     (output_dir / "wandb_run_id.txt").write_text("earlier1\n")
-    start(output_dir, "wandb").finish()
+    finish(start(output_dir, "wandb"))
     assert (output_dir / "wandb_run_id.txt").read_text() != "earlier1\n"
 
 
@@ -261,9 +234,9 @@ def test_wandb_refuses_without_a_login_and_takes_a_key(settings):
 
 def test_trackio(output_dir, clip, trackio_dir):
     check_randomness(output_dir, clip, "trackio")
-    trackers = start(output_dir, "trackio", first_step=3)
-    log_steps(trackers, [3])
-    trackers.finish()
+    accelerator = start(output_dir, "trackio", first_step=3)
+    log_steps(accelerator, [3])
+    finish(accelerator)
     with sqlite3.connect(trackio_dir / "blockwise.db") as database:
         rows = database.execute("SELECT run_id, run_name, step, metrics FROM metrics ORDER BY step, id").fetchall()
         configs = [json.loads(config) for (config,) in database.execute("SELECT config FROM configs")]
@@ -272,11 +245,10 @@ def test_trackio(output_dir, clip, trackio_dir):
     rows = [(step, json.loads(metrics)) for _, _, step, metrics in rows]
     losses = [(step, metrics["loss"]) for step, metrics in rows if "loss" in metrics]
     assert losses == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
-    assert all("device" not in metrics for _, metrics in rows)
-    ((step, media),) = [(step, metrics) for step, metrics in rows if "clip" in metrics]
-    assert step == 2 and media["picture"]["_type"] == "trackio.image"
-    assert (trackio_dir / "media" / media["clip"]["file_path"]).read_bytes() == clip.read_bytes()
-    assert configs[0]["lr"] == 0.5 and configs[0]["names"] == '["a", "b"]' and configs[0]["expert"] is None
+    ((step, media),) = [(step, metrics) for step, metrics in rows if "validation/clip" in metrics]
+    assert step == 2 and media["validation/grid"]["_type"] == "trackio.image"
+    assert (trackio_dir / "media" / media["validation/clip"]["file_path"]).read_bytes() == clip.read_bytes()
+    assert configs[0]["lr"] == 0.5 and configs[0]["names"] == ["a", "b"] and configs[0]["expert"] is None
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
@@ -286,69 +258,3 @@ def test_missing_package_is_refused(name, monkeypatch):
     with pytest.raises(RefusedError, match=f"--report_to {name} needs .* not installed: pip install {name}"):
         check_trackers(argparse.Namespace(report_to=[name]))
     check_trackers(argparse.Namespace(report_to=[]))
-
-
-# ---------------------------------------------------------------- metrics.png
-
-
-def make_lines(losses, **kwargs):
-    return [
-        {
-            "step": step,
-            "epoch": 1,
-            "loss": loss,
-            "lr": 1e-4,
-            "grad_norm": 1.0,
-            "seconds": 0.1,
-            "device_peak_bytes": None,
-            "host_rss_bytes": 2**30,
-            "offloaded_bytes": 0,
-        }
-        | kwargs
-        for step, loss in enumerate(losses, 1)
-    ]
-
-
-def draw(tmp_path, lines, **kwargs):
-    draw_metrics(tmp_path / "metrics.png", lines, **kwargs)
-    with Image.open(tmp_path / "metrics.png") as picture:
-        assert picture.format == "PNG"
-        return np.asarray(picture.convert("RGB")).copy()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda lines: [line | {"loss": line["loss"] + 0.1 * (line["step"] == 5)} for line in lines],
-        lambda lines: [line | {"lr": 1e-4 / line["step"]} for line in lines],
-        lambda lines: [line | {"host_rss_bytes": 2**30 * line["step"]} for line in lines],
-        lambda lines: [line | {"device_peak_bytes": 2**31} for line in lines],
-        lambda lines: [line | {"expert": "high_noise" if line["step"] < 20 else "low_noise"} for line in lines],
-    ],
-    ids=["loss", "lr", "host", "device", "expert"],
-)
-def test_curves_show(change, tmp_path):
-    lines = make_lines([1 / step for step in range(1, 61)])
-    plain = draw(tmp_path, lines)
-    assert (draw(tmp_path, lines) == plain).all()
-    assert (draw(tmp_path, change(lines)) != plain).any()
-
-
-def test_curves_show_validation(tmp_path):
-    lines = make_lines([0.5, 0.4])
-    assert (draw(tmp_path, lines, validation=[(1, 0.45)]) != draw(tmp_path, lines)).any()
-
-
-def test_curves_leave_out_what_is_not_finite(tmp_path):
-    losses = [1 / step for step in range(1, 61)]
-    missing, odd = ([*losses[:30], value, *losses[31:]] for value in (None, float("nan")))
-    assert (draw(tmp_path, make_lines(missing)) == draw(tmp_path, make_lines(odd))).all()
-
-
-@pytest.mark.parametrize("losses", [[0.5], [None], [None, 0.5, float("nan"), 0.4], []], ids=str)
-@pytest.mark.filterwarnings("error")
-def test_curves_of_few_or_missing_losses(losses, tmp_path):
-    picture = draw(tmp_path, make_lines(losses))
-    if len(losses) == 1:
-        other = [0.7] if losses == [None] else [None]
-        assert (draw(tmp_path, make_lines(other)) != picture).any()
