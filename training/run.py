@@ -335,7 +335,7 @@ class Stages:
         optimizer (`tuple`): From `find_optimizer`.
         forecast (`RunForecast`), plan (`MemoryPlan`)
         resumed (`tuple`): From `find_checkpoint`.
-        trackers (`Trackers`)
+        trackers (`list`): Of `start_trackers`, for the accelerator of each stage.
     """
 
     family: object
