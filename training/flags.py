@@ -289,7 +289,7 @@ FLAGS = {
              may_change=True, proof="test_missing_and_empty_captions_are_counted"),
         Flag("cache_dir", PATH, lambda args: str(pathlib.Path(args.output_dir) / "cache"),
              "Folder for encoded captions and media, which runs can share. Default: cache in the output_dir.",
-             may_change=True, proof="test_what_changes_is_encoded_anew_and_said",
+             may_change=True, proof="test_what_changes_is_encoded_again",
              elsewhere="cache_directory cache_latents cache_latents_to_disk cache_text_encoder_outputs"),
     ),
     "memory": (
