@@ -1,4 +1,4 @@
-"""Copies between a device and host memory, at once or beside the computation."""
+"""Copies between a device and host memory, at once or while it computes."""
 
 import collections
 
@@ -29,7 +29,7 @@ class Copier:
         """Start to copy `source`, on the device, to `target`, a buffer's bytes, both `torch.uint8` of shape (N,).
 
         Returns:
-            `Copy`, to be waited for before `source` is let go.
+            `Copy`, to be waited for before `source` is released.
         """
         target.copy_(source)
         return Copy(None, None)
@@ -38,13 +38,13 @@ class Copier:
         """Start to copy `source`, a buffer's bytes, to `target`, on the device, both `torch.uint8` of shape (N,).
 
         Returns:
-            `Copy`, to be waited for before `target` is used or let go.
+            `Copy`, to be waited for before `target` is used or released.
         """
         target.copy_(source)
         return Copy(None, None)
 
     def wait(self, copy, stream=None):
-        """Let a computation go on only when `copy` is done.
+        """Let a computation continue only when `copy` is done.
 
         Args:
             copy (`Copy`)
@@ -66,9 +66,9 @@ class Copier:
 
 
 class StreamCopier(Copier):
-    """Copies beside the computation, on one stream for each direction.
+    """Copies while the device computes, on one stream for each direction.
 
-    Not with `record_stream`, which would let the allocator hold memory until the host has looked at events: memory
+    Not with `record_stream`, which would let the allocator hold memory until the host has queried events: memory
     is used again in the order of the compute stream, which waits for the copy before its memory is free.
     """
 

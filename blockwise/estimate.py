@@ -107,7 +107,7 @@ def _fused_attention(attention, query, key, value, attn_mask=None, **settings):
 
 
 def attention_scratch_bytes(batch_size, num_heads, num_rows, width, *, is_flash):
-    """Return what the backward pass of attention takes on CUDA beside the gradients that it makes.
+    """Return what the backward pass of attention takes on CUDA in addition to the gradients that it makes.
 
     FlashAttention-2 (`mha_bwd` in torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp) adds up the
     gradient of the query in fp32, rows rounded up to 128 and the width of a head to 32, with one more number for each
@@ -517,7 +517,7 @@ def _count_flops(blocks, step):
 
 
 def optimizer_bytes(optimizer_class, arguments, shapes):
-    """Return what an optimizer keeps of fp32 parameters, and what a step takes beside that for a moment.
+    """Return what an optimizer keeps of fp32 parameters, and what a step takes in addition for a moment.
 
     Measured on small tensors. What a matrix needs is linear in its number of entries and in that of its rows and
     columns, which is how the figures of large ones are had; small ones are measured as they are.

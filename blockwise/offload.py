@@ -6,13 +6,14 @@ A block call cannot know at first sight which of its arguments the next one will
 when a later call brings the same storage, the copy is dropped and the tensor kept; the position of that argument is
 remembered for the block, and from the second step on no such copy is made at all.
 
-When: all tensors of a block call are a group. Their copies start before the block runs, beside its computation, and
-the device's memory is let go when the next group is parked. So the newest group is still there when the backward pass
-begins. There a block's recomputation starts the reload of the group before it: one group ahead, never more, or the
-host, which runs ahead of the device, would allocate them all at once. Streams wait for each other, the host for none.
+When: all tensors of a block call are a group. Their copies start before the block runs and overlap with its
+computation. The device's memory is released when the next group is parked, so the newest group is still there when the
+backward pass begins. There a block's recomputation starts the reload of the group before it: one group ahead, never
+more, or the host, which runs ahead of the device, would allocate them all at once. Streams wait for each other, the
+host for none.
 
 A limit on the host memory that is taken can be set. A block call that finds it used up, or no host memory that can be
-pinned, keeps its inputs on the device and is recomputed from there: counted, said once, never an error.
+pinned, keeps its inputs on the device and is recomputed from there: counted, logged once, never an error.
 
 Who owns a parked tensor: the autograd graph, through the checkpoint's saved arguments, and nothing else. A graph that
 is dropped, an exception in the middle of a step, two forwards before a backward: the host copies go with their graph.
@@ -332,7 +333,7 @@ def _reserve(block, tensors):
     except RuntimeError as error:  # Not pageable memory instead: copies to it hold the computation up.
         _give_back(buffers)
         _refuse(
-            "Beside %d bytes of parked inputs, host memory for the %d of a %s was refused (%s): they stay on the "
+            "With %d bytes of parked inputs in use, host memory for the %d of a %s was refused (%s): they stay on the "
             "device, as do those of further blocks while it is. Lower --offload_buffer_size to ask for less.",
             *(in_use, needed, name, error),
         )

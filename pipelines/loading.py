@@ -1,4 +1,4 @@
-"""What every model family reads the same way: transformers as they lie in a pipeline folder or beside it, schedulers.
+"""What every model family reads the same way: transformers in a pipeline folder or next to it, schedulers.
 
 The first argument of each function is the class of the transformer or scheduler, or what of the family is allowed;
 `hub` is `revision` and `variant`, as `from_pretrained` takes them.

@@ -313,7 +313,7 @@ def test_fused_rms_norm_saves_its_input_and_one_number_per_row():
 
 
 def attention_peak(shape, dtype, num_mask_rows=None):
-    """Most bytes that attention's backward pass has alive beside what it was given."""
+    """Most bytes that attention's backward pass has alive in addition to what it was given."""
     with fake_tensors("cuda"):
         query, key, value = (torch.empty(shape, dtype=dtype, requires_grad=True) for _ in range(3))
         mask = None if num_mask_rows is None else torch.empty(1, 1, 1, num_mask_rows, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The memory of a run against arithmetic, and what is said when it runs out."""
+"""The memory of a run against arithmetic, and the message when it runs out."""
 
 import gc
 import json
@@ -71,7 +71,7 @@ def nothing_is_left():
 
 
 class FakeDevice:
-    """Counts as an allocator of a device does, with one peak that begins anew when it is reset."""
+    """Counts as an allocator of a device does, with one peak that starts again when it is reset."""
 
     def __init__(self, monkeypatch):
         self.allocated = self.peak = 0
@@ -266,11 +266,11 @@ def test_picture(tmp_path):
     for name, forecast_bytes in {"a": None, "b": None, "forecast": 2**22}.items():
         log.plot(tmp_path / f"{name}.png", forecast_bytes=forecast_bytes)
     assert {path.name for path in tmp_path.iterdir()} == {"a.png", "b.png", "forecast.png"}
-    pictures = {path.stem: path.read_bytes() for path in tmp_path.iterdir()}
-    assert pictures["a"] == pictures["b"] != pictures["forecast"]
-    with Image.open(tmp_path / "a.png") as picture:
-        assert set(picture.info) <= {"Software", "dpi"}
-        colors = {color for _, color in picture.convert("RGB").getcolors(1 << 24)}
+    images = {path.stem: path.read_bytes() for path in tmp_path.iterdir()}
+    assert images["a"] == images["b"] != images["forecast"]
+    with Image.open(tmp_path / "a.png") as image:
+        assert set(image.info) <= {"Software", "dpi"}
+        colors = {color for _, color in image.convert("RGB").getcolors(1 << 24)}
     # As matplotlib names them: C0 weights, C1 adapters, C2 optimizer state, C4 gradients, C5 batch, C6 activations.
     assert {(31, 119, 180), (255, 127, 14), (44, 160, 44), (148, 103, 189), (140, 86, 75), (227, 119, 194)} <= colors
 

@@ -481,14 +481,14 @@ def test_waits_are_counted_and_those_for_unfinished_copies(lazy):
     blocks = [Block() for _ in range(4)]
     chain(blocks, [PARK] * 4, latents()).square().mean().backward()
     counters = offload.counters()
-    # For three copies before their sources are let go, for three reloads, and for the last copy at the end.
+    # For three copies before their sources are released, for three reloads, and for the last copy at the end.
     assert counters["waits"] == 7 == counters["unsatisfied_waits"]
     offload.reset_counters()
     assert offload.counters()["waits"] == offload.counters()["unsatisfied_waits"] == 0
 
     class Slow(Block):
         def forward(self, x):
-            for copy in list(lazy.pending):  # beside so much computation the copies are done
+            for copy in list(lazy.pending):  # during so much computation the copies finish
                 copy.run()
             return super().forward(x)
 
@@ -673,7 +673,7 @@ def test_refused_pinning_means_recompute(slabs_before, monkeypatch, caplog):
     gradients("one_stream", PARK)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1 and "no memory can be locked" in said[0]
-    assert f"Beside {parked * INPUT_BYTES} bytes" in said[0] and f"the {INPUT_BYTES} of a Block" in said[0]
+    assert f"With {parked * INPUT_BYTES} bytes" in said[0] and f"the {INPUT_BYTES} of a Block" in said[0]
 
 
 def test_refused_in_the_middle_of_a_block_call(monkeypatch):
@@ -735,7 +735,7 @@ def test_slabs_stay_within_the_limit():
 
 
 def test_observers_of_device_memory_do_not_see_the_slabs():
-    """Beside recompute, parking holds one input of a block instead of all; a `TorchDispatchMode` counts them."""
+    """Unlike recompute, parking holds one input of a block instead of all; a `TorchDispatchMode` counts them."""
     live_bytes = {}
     for mode in (REDO, PARK):
         torch.manual_seed(0)
@@ -792,7 +792,7 @@ def test_every_type_comes_back_with_its_bits_and_strides(dtype, lazy):
 
     y = dispatch(block, True, True, odd, x, weight)
     of_next_block = dispatch(block, True, True, latents(), latents(), weight)
-    del odd, x  # the last that held them, as the next block call has made the first one let go
+    del odd, x  # the last that held them, as the next block call has released the first one
     y.sum().backward()
     *restored, strides = seen[-1]
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(restored, expected, strict=True))
