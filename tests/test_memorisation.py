@@ -1,6 +1,6 @@
 """The proof that training and stock inference mean the same thing.
 
-A tiny transformer learns a few captioned pictures or clips by heart; then the stock pipeline, given each caption (or
+A tiny transformer learns a few captioned images or clips by heart; then the stock pipeline, given each caption (or
 first frame) and noise, must sample latents that lie nearest to that one's own. It fails when sign, sigma, shift,
 normalisation, packing, template, condition or export disagree with inference anywhere.
 """
@@ -57,10 +57,10 @@ def test_stock_pipeline_samples_the_photograph_of_each_caption(script, photos, t
     pipeline = DiffusionPipeline.from_pretrained(model, transformer=transformer)
     pipeline.set_progress_bar_config(disable=True)
 
-    pictures = sorted(photos.glob("*.png"))
-    pixels = [to_tensor(cover_and_crop(open_image(path), 64, 64)) for path in pictures]
-    targets = torch.stack([encode_image(pipeline.vae, picture)["latents"] for picture in pixels])
-    captions = [path.with_suffix(".txt").read_text() for path in pictures]
+    images = sorted(photos.glob("*.png"))
+    pixels = [to_tensor(cover_and_crop(open_image(path), 64, 64)) for path in images]
+    targets = torch.stack([encode_image(pipeline.vae, image)["latents"] for image in pixels])
+    captions = [path.with_suffix(".txt").read_text() for path in images]
     tokens = [
         pipeline(
             caption,

@@ -285,7 +285,7 @@ def test_parts_are_looked_at_before_anything_is_encoded(part, train, tiny_qwen_i
     assert not (tmp_path / "cache").exists()
 
 
-# ---------------------------------------------------------------- flags that no other test shows at work
+# ---------------------------------------------------------------- flags that no other test uses
 
 
 def test_variant(lora_run, train, tiny_qwen_image, tmp_path):
@@ -435,7 +435,7 @@ def test_folder_that_cannot_be_written_is_refused(train):
     assert len(message) == 1 and "--output_dir /proc/nowhere cannot be written" in message[0], done.stderr
 
 
-def test_unreadable_pictures_are_all_named_before_models_load(train, model_without_weights, photos, tmp_path):
+def test_unreadable_images_are_all_named_before_models_load(train, model_without_weights, photos, tmp_path):
     dataset = tmp_path / "data"
     shutil.copytree(photos, dataset)
     (dataset / "empty.png").write_bytes(b"")

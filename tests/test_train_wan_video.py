@@ -159,7 +159,7 @@ def test_run_json_and_dataset(lora_run, clips):
     lines = metrics(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["expert"] for line in lines] == ["high_noise"] * 3 + ["low_noise"] * 3
-    assert lines[0]["lr"] == lines[3]["lr"] == 1e-3, "the schedule begins anew"
+    assert lines[0]["lr"] == lines[3]["lr"] == 1e-3, "the schedule starts again"
     assert "expert" not in metrics(lora_run("t2v"))[0]
 
 
@@ -192,7 +192,7 @@ def test_flags_reach_the_clips(train, clips, tmp_path):
     for k in range(6):
         Image.new("RGB", (64, 64), (k, k, k)).save(tmp_path / "frames" / f"{k}.png")
     (tmp_path / "frames.txt").write_text("frames")
-    (tmp_path / "frames" / "notes.md").write_text("not a picture")
+    (tmp_path / "frames" / "notes.md").write_text("not an image")
 
     def used(*flags):
         flags = [*SMALL, *flags, "--num_frames", "5", "--dry_run"]
@@ -312,7 +312,7 @@ def test_resume_in_either_expert_gives_the_same_bytes(checkpoint, kept, lora_run
 
 
 def test_the_first_expert_of_another_run_is_not_gone_on_with(lora_run, train, tmp_path):
-    """A checkpoint of the second expert, resumed beside a LoRA of the first that its run did not make."""
+    """A checkpoint of the second expert, resumed next to a LoRA of the first that its run did not make."""
     whole = lora_run("t2v_a14b")
     file = tmp_path / "high_noise" / LORA_FILE
     for name in ("checkpoint-4", "high_noise"):

@@ -198,7 +198,7 @@ def test_latents_decode_as_the_stock_pipeline_expects(tiny_qwen_image):
     vae = qwen_image.QwenImage(tiny_qwen_image).load_media_encoder("cpu")
     assert vae.dtype == torch.float32
     pixels = torch.rand(2, 3, 48, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    latents = torch.stack([qwen_image.encode_image(vae, picture)["latents"] for picture in pixels])
+    latents = torch.stack([qwen_image.encode_image(vae, image)["latents"] for image in pixels])
     assert latents.shape == (2, 16, 6, 4) and latents.dtype == torch.float32
     pipeline = DiffusionPipeline.from_pretrained(tiny_qwen_image)
     decoded = []

@@ -83,7 +83,7 @@ def of_dtype(dtype):
 
 
 def with_scales(tensors):
-    """As scaled fp8 is published: smaller numbers, and beside each what to multiply it with."""
+    """As scaled fp8 is published: smaller numbers, and for each what to multiply it with."""
     name = max(name for name in tensors if name.endswith("weight"))
     scales = {name.replace("weight", "scale_weight"): torch.ones(1)}
     return tensors | {name: tensors[name].to(torch.float8_e4m3fn)} | scales

@@ -37,7 +37,7 @@ CAPTIONS = {
 }
 
 
-def write_picture(path, size=(30, 20), orientation=None, caption="a picture"):
+def write_image(path, size=(30, 20), orientation=None, caption="an image"):
     path.parent.mkdir(parents=True, exist_ok=True)
     exif = Image.Exif()
     if orientation is not None:
@@ -105,11 +105,11 @@ def measured(monkeypatch):
 def mixed(tmp_path):
     """Folder of two images, a clip and a folder of three frames."""
     folder = tmp_path / "mixed"
-    write_picture(folder / "sub" / "a b.png")
-    write_picture(folder / "turned.jpg", (30, 20), orientation=6)
+    write_image(folder / "sub" / "a b.png")
+    write_image(folder / "turned.jpg", (30, 20), orientation=6)
     write_clip(folder / "clip.mp4")
     for k in range(3):
-        write_picture(folder / "frames" / f"{k}.png", (16, 40), caption=None)
+        write_image(folder / "frames" / f"{k}.png", (16, 40), caption=None)
     (folder / "frames.txt").write_text("frames")
     return folder
 
@@ -122,16 +122,16 @@ def test_the_columns_are_open_soras(mixed, capsys):
     assert values == [
         ["clip.mp4", "a clip", "5", "48", "64", "0.75", "3072", "8.0"],
         ["frames", "frames", "3", "40", "16", "2.5", "640", ""],
-        ["sub/a b.png", "a picture", "1", "20", "30", str(20 / 30), "600", ""],
+        ["sub/a b.png", "an image", "1", "20", "30", str(20 / 30), "600", ""],
         # Stored 30 wide and 20 high, and shown turned by a quarter.
-        ["turned.jpg", "a picture", "1", "30", "20", "1.5", "600", ""],
+        ["turned.jpg", "an image", "1", "30", "20", "1.5", "600", ""],
     ]
     assert capsys.readouterr().out == f"2 images and 2 clips in {table}\n"
     assert sorted(path.name for path in mixed.glob("*metadata*")) == ["metadata.csv"]
     assert not kept_of(table).exists()
 
 
-def test_pandas_reads_numbers_and_leaves_the_rate_of_pictures_empty(mixed):
+def test_pandas_reads_numbers_and_leaves_the_rate_of_images_empty(mixed):
     pandas = pytest.importorskip("pandas")
     make(mixed)
     table = pandas.read_csv(mixed / "metadata.csv")
@@ -154,8 +154,8 @@ def test_frames_are_counted_and_not_taken_from_the_container(tmp_path):
     assert [row["num_frames"] for row in read_csv(tmp_path / "metadata.csv")] == ["5"]
 
 
-def test_a_gif_of_one_frame_is_a_picture(tmp_path, capsys):
-    write_picture(tmp_path / "still.gif")
+def test_a_gif_of_one_frame_is_an_image(tmp_path, capsys):
+    write_image(tmp_path / "still.gif")
     make(tmp_path)
     (row,) = read_csv(tmp_path / "metadata.csv")
     assert (row["num_frames"], row["fps"]) == ("1", "")
@@ -165,8 +165,8 @@ def test_a_gif_of_one_frame_is_a_picture(tmp_path, capsys):
 @pytest.mark.parametrize("suffix", TABLE_SUFFIXES)
 def test_every_format_gives_the_captions_back(tmp_path, suffix):
     for name, caption in CAPTIONS.items():
-        write_picture(tmp_path / f"{name}.png", caption=caption)
-    write_picture(tmp_path / "without.png", caption=None)
+        write_image(tmp_path / f"{name}.png", caption=caption)
+    write_image(tmp_path / "without.png", caption=None)
     expected = {f"{name}.png": re.sub("\r\n?", "\n", caption).strip() for name, caption in CAPTIONS.items()}
     expected["without.png"] = ""
     assert read_back(tmp_path, allow_missing_captions=True) == expected
@@ -191,8 +191,8 @@ def test_numbers_keep_their_types_where_the_format_has_types(mixed):
     assert all(",".join(line) == HEADER for line in lines)
 
 
-def test_a_parquet_of_pictures_only_has_the_type_of_rates(tmp_path):
-    write_picture(tmp_path / "a.png")
+def test_a_parquet_of_images_only_has_the_type_of_rates(tmp_path):
+    write_image(tmp_path / "a.png")
     make(tmp_path, "--output", tmp_path / "metadata.parquet")
     assert str(pyarrow.parquet.read_schema(tmp_path / "metadata.parquet").field("fps").type) == "double"
 
@@ -210,11 +210,11 @@ def test_a_table_in_another_folder_finds_the_files(mixed, place, path):
 def test_names_in_both_normal_forms(tmp_path):
     names = [unicodedata.normalize(form, f"é {form}.png") for form in ("NFC", "NFD")]
     for name, other in zip(names, ("NFD", "NFC"), strict=True):
-        picture = write_picture(tmp_path / name, caption=None)
+        image = write_image(tmp_path / name, caption=None)
         # The text's name is written in the other form, as by another system.
-        text = unicodedata.normalize(other, picture.with_suffix(".txt").name)
+        text = unicodedata.normalize(other, image.with_suffix(".txt").name)
         (tmp_path / text).write_text(name, encoding="utf-8")
-    write_picture(tmp_path / 'a "b", c.png', caption="c")
+    write_image(tmp_path / 'a "b", c.png', caption="c")
     make(tmp_path)
     assert [row["path"] for row in read_csv(tmp_path / "metadata.csv")] == sorted([*names, 'a "b", c.png'])
     assert read_back(tmp_path) == {**{name: name for name in names}, 'a "b", c.png': "c"}
@@ -226,18 +226,18 @@ def test_a_table_of_open_sora_is_read(mixed, tmp_path):
     folder.mkdir()
     (folder / "metadata.csv").write_text(
         f'{HEADER}\n{mixed / "clip.mp4"},"a view of, a clip",5.0,48.0,64.0,0.75,3072.0,8.0\n'
-        f"{mixed / 'turned.jpg'},a picture,1.0,30.0,20.0,1.5,600.0,\n"
+        f"{mixed / 'turned.jpg'},an image,1.0,30.0,20.0,1.5,600.0,\n"
     )
-    assert sorted(read_back(folder).values()) == ["a picture", "a view of, a clip"]
+    assert sorted(read_back(folder).values()) == ["a view of, a clip", "an image"]
     assert read_back(mixed, dataset_metadata=str(folder / "metadata.csv")) == {
         "clip.mp4": "a view of, a clip",
-        "turned.jpg": "a picture",
+        "turned.jpg": "an image",
     }
 
 
 def test_every_number_of_workers_writes_the_same(tmp_path, monkeypatch):
     for k in range(12):
-        write_picture(tmp_path / f"{k:02}.png", (20 + k, 20))
+        write_image(tmp_path / f"{k:02}.png", (20 + k, 20))
     measure = videos.measure
 
     def late_first(media, name, fps):
@@ -278,7 +278,7 @@ def test_a_stopped_run_goes_on_and_measures_what_has_changed(mixed, monkeypatch,
 
     # Frames that are written over, which the folder's own time does not show. A new caption is not measured.
     for k in range(3):
-        write_picture(mixed / "frames" / f"{k}.png", (20, 40), caption=None)
+        write_image(mixed / "frames" / f"{k}.png", (20, 40), caption=None)
     (mixed / "clip.txt").write_text("a new text")
     make(mixed)
     assert sorted(measured) == ["frames", "turned.jpg"]
@@ -290,7 +290,7 @@ def test_a_stopped_run_goes_on_and_measures_what_has_changed(mixed, monkeypatch,
 
 def test_a_stopped_run_ends_before_the_other_files(tmp_path, monkeypatch):
     for k in range(30):
-        write_picture(tmp_path / f"{k:02}.png")
+        write_image(tmp_path / f"{k:02}.png")
     names = []
 
     def stop(media, name, fps):
@@ -310,7 +310,7 @@ def test_a_frame_more_or_less_is_a_change(mixed, measured):
     (mixed / "clip.mp4").write_bytes(b"no clip")
     refused(mixed)
     for change in (
-        lambda: write_picture(mixed / "frames" / "3.png", (16, 40), caption=None),
+        lambda: write_image(mixed / "frames" / "3.png", (16, 40), caption=None),
         (mixed / "frames" / "0.png").unlink,
     ):
         change()
@@ -320,11 +320,11 @@ def test_a_frame_more_or_less_is_a_change(mixed, measured):
 
 
 def test_what_is_kept_goes_by_content_and_not_by_size_time_or_name(tmp_path, measured):
-    before = write_picture(tmp_path / "a.bmp", (32, 16)).stat()
-    write_picture(tmp_path / "b.bmp", (24, 24))
-    write_picture(tmp_path / "bad.png").write_bytes(b"no picture")
+    before = write_image(tmp_path / "a.bmp", (32, 16)).stat()
+    write_image(tmp_path / "b.bmp", (24, 24))
+    write_image(tmp_path / "bad.png").write_bytes(b"no image")
     refused(tmp_path)
-    after = write_picture(tmp_path / "a.bmp", (16, 32)).stat()
+    after = write_image(tmp_path / "a.bmp", (16, 32)).stat()
     assert after.st_size == before.st_size
     os.utime(tmp_path / "a.bmp", ns=(before.st_atime_ns, before.st_mtime_ns))
     os.utime(tmp_path / "b.bmp", (1, 1))
@@ -377,7 +377,7 @@ def test_a_full_disk_leaves_no_table(mixed, monkeypatch, measured):
 
 def test_the_number_of_workers_is_how_many_files_are_decoded_at_a_time(tmp_path, monkeypatch):
     for k in range(8):
-        write_picture(tmp_path / f"{k}.png", (20 + k, 20))
+        write_image(tmp_path / f"{k}.png", (20 + k, 20))
     measure, running, most = videos.measure, [], []
 
     def count(media, name, fps):
@@ -396,7 +396,7 @@ def test_the_number_of_workers_is_how_many_files_are_decoded_at_a_time(tmp_path,
 
 def test_all_bad_files_are_listed_and_the_rest_is_kept(mixed, capsys, caplog, measured):
     (mixed / "clip.mp4").write_bytes((mixed / "clip.mp4").read_bytes()[:-500])
-    (mixed / "sub" / "a b.png").write_bytes(b"no picture")
+    (mixed / "sub" / "a b.png").write_bytes(b"no image")
     (mixed / "gone.png").symlink_to("nowhere.png")
     (mixed / "gone.txt").write_text("gone")
     message = refused(mixed)
@@ -418,7 +418,7 @@ def test_all_bad_files_are_listed_and_the_rest_is_kept(mixed, capsys, caplog, me
 
 
 def test_nothing_but_bad_files_is_refused(tmp_path):
-    write_picture(tmp_path / "a.png").write_bytes(b"no picture")
+    write_image(tmp_path / "a.png").write_bytes(b"no image")
     message = refused(tmp_path, "--on_bad_sample", "skip")
     assert message.startswith("All 1 items cannot be used:\n  a.png is not an image")
     assert not (tmp_path / "metadata.csv").exists()
@@ -437,7 +437,7 @@ def test_missing_captions_are_refused_unless_allowed(mixed, measured):
     assert [row["path"] for row in read_csv(mixed / "metadata.csv")] == ["frames", "sub/a b.png"]
     (mixed / "metadata.csv").unlink()
     make(mixed, "--allow_missing_captions")
-    assert [row["text"] for row in read_csv(mixed / "metadata.csv")] == ["", "frames", "a picture", ""]
+    assert [row["text"] for row in read_csv(mixed / "metadata.csv")] == ["", "frames", "an image", ""]
 
 
 def test_a_table_is_only_replaced_when_asked(mixed, measured):
@@ -478,7 +478,7 @@ def test_the_script_itself(mixed):
     done = run("mixed", "--num_worker", 2, cwd=mixed.parent)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: unrecognized arguments: --num_worker 2\n"
-    (mixed / "bad.png").write_bytes(b"no picture")
+    (mixed / "bad.png").write_bytes(b"no image")
     (mixed / "bad.txt").write_text("bad")
     done = run("mixed", "--on_bad_sample", "skip", cwd=mixed.parent)
     assert done.returncode == 0, done.stderr

@@ -272,7 +272,7 @@ def test_an_average_takes_four_bytes_per_trained_weight(flags, forecast):
 
 @pytest.mark.parametrize("family", ["qwen_image", "wan_ti2v", "wan_t2v_a14b"])
 def test_previews_are_a_phase_of_their_own(family, forecast, tiny_model, photos):
-    """At least the decoder and what it works on; in addition what is trained, and nothing of a LoRA's base on a GPU."""
+    """At least the decoder and its inputs; in addition what is trained, and nothing of a LoRA's base on a GPU."""
     flags = {"wan_ti2v": ["--task", "i2v"], "wan_t2v_a14b": ["--expert", "both"]}.get(family, [])
     previews = [*flags, "--validation_prompt", "a cat", "--width", "512", "--height", "512"]
     previews += ["--validation_image", str(photos / "astronaut.png")] if family == "wan_ti2v" else []
@@ -379,7 +379,7 @@ def test_shares_of_eight_processes_of_a_real_model():
     """Qwen-Image, full, AdamW, at 1024x1024, in GiB: the whole gradient is nowhere.
 
     By hand: 20.43e9 weights in bf16, their gradients in fp32, masters and two moments are 18 bytes each, of which an
-    eighth is 42.8; two whole blocks are 1.3, what a step has alive in addition to these 2.0. ZeRO-3 has a bucket of 1.9 too.
+    eighth is 42.8; two whole blocks are 1.3, what a step has alive in addition 2.0. ZeRO-3 has a bucket of 1.9 too.
     """
     made = benchmark.dry_run("Qwen-Image", benchmark.QWEN_1024, "full", "--optimizer", "adamw")
     plan = MemoryPlan.uniform({"transformer_blocks": 60}, "recompute")
@@ -396,7 +396,7 @@ def test_shares_of_eight_processes_of_a_real_model():
 @pytest.mark.parametrize("accumulation, factor", [(1, 2), (2, 0), (3, 1)])
 @pytest.mark.parametrize("precision, size", [("bf16", 2), ("no", 4)])
 def test_gradients_of_micro_batches_by_hand(precision, size, accumulation, factor, forecast):
-    """Their sums, in fp32, are there all the time, with DDP in addition to its buckets; those of bf16 come on top of both."""
+    """Their sums, in fp32, are there all the time, with DDP and its buckets; those of bf16 come on top of both."""
     flags = ["--mixed_precision", precision, "--gradient_accumulation_steps", str(accumulation)]
     made, _ = forecast("qwen_image", "--training_mode", "full", *flags)
     count = sum(math.prod(shape) for shape, _ in made.parameters.values())

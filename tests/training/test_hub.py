@@ -1,4 +1,4 @@
-"""The model card, what is uploaded beside it, and what is refused before training."""
+"""The model card, what is uploaded with it, and what is refused before training."""
 
 import argparse
 import json
@@ -58,7 +58,7 @@ def make_output(folder, *results, suffix=".png", steps=(5, 20, 100)):
         files[name] = secret
     for step in steps:
         for name in (f"prompt-00{suffix}", f"prompt-01{suffix}", f"prompt-02{suffix}", "grid.png"):
-            files[f"validation/step-{step}/{name}"] = b"picture"
+            files[f"validation/step-{step}/{name}"] = b"image"
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)

@@ -85,7 +85,7 @@ def as_diffusers(transformer, path):
 
 
 def with_alpha_keys(transformer, path):
-    """Original names, `.alpha` beside each pair."""
+    """Original names, `.alpha` next to each pair."""
     tensors = {}
     for name, layer in lora_layers(transformer).items():
         module = EXPORT_NAME["wan"](name)
