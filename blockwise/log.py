@@ -36,7 +36,6 @@ class MemoryLog:
         points (`list[dict]`): What `point` recorded.
         watched (`Watch` or None): The last training that `watch` followed.
         parking (`dict` or None): What `offload.counters` said of the last optimizer step, if someone sets it.
-        data (`dict` or None): How long training waited for data, if someone sets it.
         forecast_bytes (`int` or None): Predicted peak of the training, if someone sets it.
         suggestions (callable or None): If someone sets it: function from the phase, "training" or None (another), to
             a list of settings that would save memory, as pairs of text and bytes. Called when memory has run out.
@@ -44,7 +43,7 @@ class MemoryLog:
 
     def __init__(self):
         self.points = []
-        self.watched = self.parking = self.data = self.forecast_bytes = self.suggestions = None
+        self.watched = self.parking = self.forecast_bytes = self.suggestions = None
         self._device = torch.device("cpu")
         self._start = time.perf_counter()
         self._repeated = set()  # points that the table leaves out

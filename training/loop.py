@@ -72,7 +72,7 @@ def train(training):
     """
     accelerator, args, batches = training.accelerator, training.args, training.batches
     model, optimizer, lr_scheduler, weights, average = _prepare(training)
-    with AfterStep(training, optimizer, average) as after, contextlib.closing(_load(training, after)) as loader:
+    with AfterStep(training, optimizer, average) as after, contextlib.closing(_load(training)) as loader:
         for step in training.steps:
             num_micro_batches = len(batches.micro_batches(step))
             # The last step of an epoch may have fewer micro-batches than Accelerate counts up to.
@@ -97,7 +97,7 @@ def train(training):
     average.replace_weights()
 
 
-def _load(training, after):
+def _load(training):
     """Yield micro-batches on the device, made ahead of the steps."""
     accelerator, args = training.accelerator, training.args
     loader = load_batches(
@@ -108,7 +108,7 @@ def _load(training, after):
         num_workers=args.dataloader_num_workers,
         pin_memory=accelerator.device.type == "cuda",
     )
-    for batch in after.metrics.waiting_for(loader):
+    for batch in loader:
         yield send_to_device(batch, accelerator.device, non_blocking=True)
 
 

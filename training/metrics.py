@@ -78,9 +78,8 @@ class Metrics:
         self.training, self.accelerator, self.log = training, training.accelerator, training.log
         self.batches, self.dataset = training.batches, training.dataset
         self.path = pathlib.Path(training.args.output_dir) / METRICS_FILE
-        self.pending, self.waiting_seconds = [], 0.0
-        self.process, self.last_parked = psutil.Process(), offload.counters()
-        self.start_time = self.last_time = time.perf_counter()
+        self.pending, self.process = [], psutil.Process()
+        self.last_time, self.last_parked = time.perf_counter(), offload.counters()
         steps, desc = training.steps, f"training {training.stage.name or ''}".rstrip()
         is_shown = self.accelerator.is_main_process
         self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc=desc, disable=not is_shown)
@@ -91,15 +90,6 @@ class Metrics:
     def __exit__(self, *_):
         # Or the reason for an early end would be printed on the same line.
         self.bar.close()
-
-    def waiting_for(self, batches):
-        """Yield from an iterable and time the wait for it, except for the first batch, which cannot be ready."""
-        start = None
-        for batch in batches:
-            if start is not None:
-                self.waiting_seconds += time.perf_counter() - start
-            yield batch
-            start = time.perf_counter()
 
     def add(self, *, step, loss, sample_losses, lr, grad_norm, may_be_bad=False):
         """Record an optimizer step, without waiting for the device.
@@ -128,7 +118,6 @@ class Metrics:
         yield
         seconds = time.perf_counter() - start
         self.last_time += seconds
-        self.start_time += seconds
         if not self.bar.disable:
             self.bar.start_t += seconds  # or the time that is left would be wrong
         self.last_parked = offload.counters()
@@ -154,18 +143,9 @@ class Metrics:
             for line in lines:
                 values = {f"train/{name}": line[name] for name in _TRACKED if line[name] is not None}
                 self.accelerator.log(values, step=line["step"])
-        self._show(records, losses)
+        self.bar.set_postfix(loss=f"{losses[-1]:.4f}", lr=f"{records[-1]['lr']:.2e}")
         for entry in zip(records, losses, norms, sample_losses, may_be_bad, strict=True):
             self._check(*entry)
-
-    def _show(self, records, losses):
-        first, last = records[0]["step"], records[-1]["step"]
-        num_samples = self.batches.samples_before(last + 1) - self.batches.samples_before(first)
-        seconds = sum(record["seconds"] for record in records)
-        peaks = [record["device_peak_bytes"] or record["host_rss_bytes"] for record in records]
-        shown = {"loss": f"{losses[-1]:.4f}", "lr": f"{records[-1]['lr']:.2e}"}
-        shown |= {"samples/s": f"{num_samples / seconds:.3g}", "memory": f"{max(peaks) / 2**30:.1f} GiB"}
-        self.bar.set_postfix(shown)
 
     def _check(self, record, loss, norm, sample_losses, may_be_bad):
         """Raise if the numbers of a step are not finite, or warn if that is allowed."""
@@ -202,9 +182,3 @@ class Metrics:
         self.flush()
         self.bar.close()
         self.log.end_training()
-        share = self.waiting_seconds / (time.perf_counter() - self.start_time)
-        self.log.data = {"waiting_seconds": self.waiting_seconds, "waiting_share": share}
-        if share > 0.05 and self.waiting_seconds > 10:
-            self.accelerator.print(
-                f"{share:.0%} of the training time was spent waiting for data; raise --dataloader_num_workers"
-            )

@@ -127,7 +127,6 @@ class RunRecord:
             "parked_bytes": max(parked or [lines[-1]["offloaded_bytes"]]) // len(self.batches.micro_batches(1)),
             "host_bytes": host_bytes,
             "parking": {**(self.log.parking or {}), "pool_peak_bytes": offload.counters()["pool_peak_bytes"]},
-            "data": self.log.data,
         }
 
     def _write(self):
