@@ -4,8 +4,8 @@
 
 The cache holds entries of the real shapes of Qwen-Image at 1024x1024 and Wan 2.1 T2V and I2V at 832x480 with 81
 frames. They are read, noised and collated by what training uses, while a step is 50 ms in which this process does
-nothing, as when a GPU computes ("waiting"), or in which Python is at work ("slower": by how much the loading threads
-stretch such a step, the waiting with it). Then the start of a run over many rows: reading the table, looking at the
+nothing, as when a GPU computes ("waiting"), or in which Python computes ("slower": by how much the loading threads
+stretch such a step, the waiting with it). Then the start of a run over many rows: reading the table, inspecting the
 images, for the first time and again, and planning the batches.
 """
 

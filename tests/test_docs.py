@@ -90,13 +90,14 @@ BANNED = {
 WORDS = re.compile(r"\b(" + "|".join(map(re.escape, BANNED)) + r")\b", re.IGNORECASE)
 
 
+ROOMS = ("scripts", "benchmarks", "blockwise", "dataset", "pipelines", "runtime", "training")
+
+
 def written_words():
     """Yield the files whose words people read, and their text with line breaks as blanks."""
-    for name in NAMES:
-        if name.name != "english.md":
-            yield name, (ROOT / name).read_text()
-    for path in (ROOT / "scripts").rglob("*"):
-        if path.suffix in (".py", ".sh"):
+    code = [path for room in ROOMS for path in (ROOT / room).rglob("*") if path.suffix in (".py", ".sh")]
+    for path in (*PAGES, *ROOT.glob("*.py"), *code):
+        if path.name != "english.md":
             yield path.relative_to(ROOT), path.read_text()
 
 

@@ -225,7 +225,7 @@ def save_safetensors(tensors, path, metadata):
     header = {"__metadata__": header.pop("__metadata__")} | header
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)  # the tensors start at a multiple of 8
-    with whole_file(path) as beside, beside.open("wb") as file:
+    with whole_file(path) as partial_path, partial_path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         file.write(memoryview(content)[8 + length :])
@@ -343,16 +343,16 @@ def save_transformer(transformer, path):
         if not parameter.isfinite().all():
             raise FailedError(f"The transformer was not saved: {name} is not finite.")
     final = pathlib.Path(path)
-    beside = final.with_name(final.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
+    partial = final.with_name(final.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        transformer.save_pretrained(beside)
+        transformer.save_pretrained(partial)
     except (OSError, safetensors.SafetensorError) as error:  # such as where the disk is full
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise FailedError(f"{final} cannot be written: {error}. What was complete before still is.") from error
     # diffusers writes where the base came from; a path of this machine does not belong into a result.
-    config = json.loads((beside / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
     config.pop("_name_or_path", None)
-    write_text(beside / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-    rename_folder(beside, final)
+    write_text(partial / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    rename_folder(partial, final)
     return final

@@ -164,7 +164,7 @@ class RunForecast:
 
     @functools.cached_property
     def _preview(self):
-        """The peak of what previews run beside the transformer, and its weights."""
+        """The peak of what previews run in addition to the transformer, and its weights."""
         height, width, num_frames = self.previews
         encoders = self._encoders(height, width, num_frames)
         with fake_tensors(self.launch.device_type):
@@ -358,7 +358,7 @@ class RunForecast:
         training = {"training": sum(self.training(plan)[0].values())}
         fixed, _ = self._shares(self.launch.strategy, self.launch.num_processes)
         held, sampling = sum(fixed.values()), self.profile.inference_bytes + self._batch_bytes
-        # The exported file is loaded back, at the end, beside what training leaves.
+        # The exported file is loaded back, at the end, in addition to what training leaves.
         export = {"export": held - fixed["gradients"] + self._bytes["adapters"] + sampling}
         if self.previews is None:
             return before | training | export, False

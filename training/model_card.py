@@ -97,7 +97,7 @@ def _preview_table(previews):
         return ""
     lines = ["", "| preview | prompt |", "|---|---|"]
     for path, prompt in previews:
-        # Markdown shows pictures only: clips are linked, and the hub's own element shows them from the metadata.
+        # Markdown shows images only: clips are linked, and the hub's own element shows them from the metadata.
         shown = f"![]({path})" if path.endswith(".png") else f"[{pathlib.PurePosixPath(path).name}]({path})"
         lines.append(f"| {shown} | {_escaped(prompt)} |")
     if previews[0][0].endswith(".mp4"):

@@ -15,9 +15,9 @@ from dataset.report import describe_data
 from runtime.files import whole_file, write_json_lines, write_text
 from runtime.processes import on_main_process
 from training.checkpoints import list_checkpoints
+from training.drawing import draw_metrics
 from training.forecast import check_fits, compare_forecast, describe_disk, describe_forecast
 from training.metrics import METRICS_FILE, read_metrics
-from training.pictures import draw_metrics
 
 
 _PACKAGES = ("torchvision", "accelerate", "diffusers", "transformers", "peft", "datasets", "safetensors", "numpy")

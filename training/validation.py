@@ -26,7 +26,7 @@ from dataset.images import cover_and_crop, open_image
 from runtime.errors import RefusedError
 from runtime.files import whole_file, write_text
 from runtime.processes import gather_from_all, on_main_process
-from training.pictures import draw_grid, write_clip
+from training.drawing import draw_grid, write_clip
 from training.trackers import log_previews
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from training.pictures import draw_metrics
+from training.drawing import draw_metrics
 
 
 def make_lines(losses, **kwargs):
