@@ -12,7 +12,7 @@ import logging
 import struct
 
 import numpy as np
-from PIL import ExifTags
+from PIL import ExifTags, ImageCms
 
 
 logger = logging.getLogger(__name__)
@@ -96,27 +96,24 @@ def _profile(chromaticities, gamma=None):
     except np.linalg.LinAlgError:
         raise ValueError(f"its colour primaries are {chromaticities}, which are no colours") from None
 
-    def text(value):
-        head = struct.pack(">4s3I4s2I", b"mluc", 0, 1, 12, b"enUS", 2 * len(value), 28)
-        return head + value.encode("utf-16-be")
+    profile = bytearray(_srgb_profile())
 
-    def number(values):
-        return struct.pack(">4s4x3i", b"XYZ ", *np.round(values * 65536).astype(int))
+    def put(tag, *numbers):
+        (place,) = struct.unpack_from(">I", profile, profile.index(tag) + 4)
+        struct.pack_into(f">{len(numbers)}i", profile, place + 8, *numbers)
 
-    tags = {b"desc": text("stated by the file"), b"cprt": text("none"), b"wtpt": number(d50)}
-    # Parametric curves of ICC: a gamma alone, and the one with a line near black.
-    parameters = (gamma,) if gamma else (2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)
-    parameters = np.round(np.multiply(parameters, 65536)).astype(int)
-    curve = struct.pack(f">4s4xH2x{len(parameters)}i", b"para", 0 if gamma else 3, *parameters)
-    for name, column in zip((b"r", b"g", b"b"), columns.T, strict=True):
-        tags |= {name + b"XYZ": number(column), name + b"TRC": curve}
-    offset, index, body = 132 + 12 * len(tags), struct.pack(">I", len(tags)), b""
-    for name, value in tags.items():
-        index += struct.pack(">4s2I", name, offset + len(body), len(value))
-        body += value + bytes(-len(value) % 4)
-    head = struct.pack(">2I4s4s4s4s", offset + len(body), 0, b"\4\x30\0\0", b"mntr", b"RGB ", b"XYZ ")
-    head += bytes(12) + b"acsp" + bytes(28) + struct.pack(">3i", *np.round(d50 * 65536).astype(int))
-    return head.ljust(128, b"\0") + index + body
+    for name, column in zip((b"r", b"g", b"b"), np.round(columns.T * 65536).astype(int), strict=True):
+        put(name + b"XYZ", *column)
+        if gamma:
+            # A parametric curve of the kind 0, which has a gamma alone.
+            put(name + b"TRC", 0, round(gamma * 65536))
+    return bytes(profile)
+
+
+@functools.cache
+def _srgb_profile():
+    # Once, since it holds the time at which it is made.
+    return ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
 
 
 def expand_range(image):
