@@ -8,6 +8,7 @@ import inspect
 
 import torch
 
+from blockwise import stock
 from pipelines import loading, weights
 
 
@@ -46,7 +47,7 @@ class Family:
     Attributes:
         index (`dict`): The pipeline's model_index.json.
         skeleton (`nn.Module`): The transformer on the meta device, in the dtypes that it is trained in.
-        tokenizer (`DiffusionPipeline`): The stock pipeline with nothing but its tokenizer.
+        tokenizer (`DiffusionPipeline`): The stock pipeline with nothing but its tokenizers.
 
     Raises:
         OSError, ValueError: The pipeline cannot be read, or is of another family.
@@ -55,8 +56,6 @@ class Family:
     # The stock pipelines that can be trained, the first of which loads; the classes of parts that have weights.
     pipelines = ()
     parts = {}
-    # The lists of blocks, in the order in which they run, by their names in the transformer.
-    block_list_names = ()
     # The parts that encode a caption, and those that encode an image or a clip.
     text_parts = ("text_encoder", "tokenizer")
     media_parts = ("vae",)
@@ -94,7 +93,7 @@ class Family:
             self.transformer_class, self.path, dtype=dtype, transformer_path=transformer_path, **self.hub
         )
         with loading.built_from("tokenizer"):
-            self.tokenizer = self.load_parts(("tokenizer",))
+            self.tokenizer = self.load_parts([name for name in self.index if name.startswith("tokenizer")])
 
     @classmethod
     def from_args(cls, args):
@@ -136,7 +135,7 @@ class Family:
     @property
     def block_lists(self):
         """The number of blocks by the name of their list, in the order in which they run."""
-        return {name: len(self.skeleton.get_submodule(name)) for name in self.block_list_names}
+        return stock.block_lists(self.skeleton)
 
     @property
     def never_trained(self):

@@ -265,7 +265,6 @@ class QwenImage(Family):
         "text_encoder": (Qwen2_5_VLForConditionalGeneration,),
         "vae": (AutoencoderKLQwenImage,),
     }
-    block_list_names = ("transformer_blocks",)
     divisor = SIZE_DIVISOR
     dropped_caption = " "
 

@@ -448,7 +448,6 @@ class WanVideo(Family):
         # Published is the second. Read is a hidden state, which both have.
         "image_encoder": (CLIPVisionModel, CLIPVisionModelWithProjection),
     }
-    block_list_names = ("blocks",)
     media_parts = ("vae", "image_encoder", "image_processor")
     is_video = True
     cleans_first_frame = False

@@ -1,7 +1,7 @@
 """A family that no other file knows goes through the whole command line: Flux, with two block lists and two texts.
 
-It is stated here in full, as a file of `pipelines/` and its entry would, and calls diffusers' own forward under the plan
-of the run. The references are runs in the plain mode and the stock pipeline that loads the results.
+It is stated here in full, as a file of `pipelines/` and its entry would, and calls diffusers' own forward under the
+plan of the run. The references are runs in the plain mode and the stock pipeline that loads the results.
 """
 
 import functools
@@ -108,7 +108,8 @@ class Flux(Family):
         return FluxPipeline._unpack_latents(tokens, 8 * height, 8 * width, vae_scale_factor=8)  # (B, C, H, W)
 
     def sample(self, pipeline, prompt, negative_prompt, *, num_frames, images, seed, **settings):
-        given = {name: tensor[None].to(pipeline._execution_device) for name, tensor in prompt.items()}
+        place = {"device": pipeline._execution_device, "dtype": pipeline.transformer.dtype}
+        given = {name: tensor[None].to(**place) for name, tensor in prompt.items()}
         return pipeline(**given, generator=torch.Generator().manual_seed(seed), **settings).images
 
 
@@ -237,7 +238,7 @@ def test_its_command_line_trains_resumes_and_shows(model, photos, tmp_path):
     assert len(layers) == len(load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")) // 2 == 5 * 4 + 4 * 4
 
 
-@pytest.mark.parametrize("flags", [[], LORA], ids=["full", "LoRA"])
+@pytest.mark.parametrize("flags", [LORA, pytest.param([], marks=pytest.mark.slow)], ids=["LoRA", "full"])
 def test_every_memory_mode_and_a_resume_give_the_same_bytes(flags, train, tmp_path):
     flags = flags or ["--training_mode", "full", "--mixed_precision", "no"]
     result = weights if "--lora_rank" in flags else lambda folder: load_full(folder)
