@@ -107,14 +107,14 @@ def on_main_process(accelerator, work):
 
 
 def full_tensors(tensors):
-    """Yield the names of tensors and all of each, where every process may hold a part only.
+    """Yield named tensors whole, where every process may hold a part of each only.
 
     Every process must take them all. Those that are not sharded are not copied.
 
     Args:
-        tensors (`dict[str, torch.Tensor]`)
+        tensors (`Iterable[tuple[str, torch.Tensor]]`)
     """
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         tensor = tensor.detach()
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a DTensor
 

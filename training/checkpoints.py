@@ -235,7 +235,7 @@ def register_state(accelerator, weights, average, lr_scheduler):
     def save(models, state_dicts, output_dir):
         state_dicts.clear()
         is_main = accelerator.is_main_process
-        tensors = {name: tensor.cpu() for name, tensor in full_tensors(weights.state_dict()) if is_main}
+        tensors = {name: tensor.cpu() for name, tensor in full_tensors(weights.named_masters()) if is_main}
         if is_main:
             safetensors.torch.save_file(tensors, pathlib.Path(output_dir) / _WEIGHTS_FILE)
 
@@ -247,7 +247,7 @@ def register_state(accelerator, weights, average, lr_scheduler):
                 f"--resume_from_checkpoint: the checkpoint trains other parameters than this run, such as "
                 f"{', '.join(differing[:3])}; resume with the flags that it was made with."
             )
-        weights.load_state_dict(tensors)
+        weights.load(tensors)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

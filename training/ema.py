@@ -42,8 +42,8 @@ class WeightAverage:
 
     def state_dict(self):
         """Return what a checkpoint holds of the average. Every process must call it."""
-        tensors = dict(zip(self.weights.parameters, self.tensors, strict=True))
-        return self.model.state_dict() | {"shadow_params": [tensor for _, tensor in full_tensors(tensors)]}
+        tensors = full_tensors(zip(self.weights.parameters, self.tensors, strict=True))
+        return self.model.state_dict() | {"shadow_params": [tensor for _, tensor in tensors]}
 
     def load_state_dict(self, state):
         """Continue the average of a checkpoint, on the device unless --offload_ema."""

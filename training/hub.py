@@ -7,33 +7,39 @@ from huggingface_hub import HfApi, get_token, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
 from runtime.errors import FailedError, RefusedError
+from runtime.processes import on_main_process
 from training.export import LORA_FILE
 from training.model_card import shown_previews
 
 
-def open_repository(args):
-    """Return the id of the repository for the result, which is made if it is new; None without --push_to_hub.
+def open_repository(accelerator, args):
+    """Return the id of the repository for the result, which is made if it is new. Every process must call it.
 
     Args:
-        args (`argparse.Namespace`)
+        accelerator (`Accelerator`), args (`argparse.Namespace`)
+
+    Returns:
+        `str`, or None without --push_to_hub.
 
     Raises:
         RefusedError: There is no token, the hub cannot be reached, or it does not let this token write there.
     """
-    if not args.push_to_hub:
-        return None
+    return on_main_process(accelerator, lambda: _open(args)) if args.push_to_hub else None
+
+
+def _open(args):
     if is_offline_mode():
         raise RefusedError("--push_to_hub has no effect with HF_HUB_OFFLINE=1; remove one of the two.")
+    if get_token() is None:
+        raise RefusedError("--push_to_hub: no token was found; log in with `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
     repo_id = args.hub_model_id or pathlib.Path(args.output_dir).resolve().name
     refused = f"{api.endpoint} does not accept the token"
     try:
-        if get_token() is None:
-            raise RefusedError("--push_to_hub: no token was found; log in with `hf auth login`, or set HF_TOKEN.")
         api.whoami()
-        refused = f"the token does not allow to write to {repo_id}"
+        refused = f"the token does not allow writing to {repo_id}"
         repo_id = api.create_repo(repo_id, exist_ok=True).repo_id
-        api.auth_check(repo_id, write=True)  # `create_repo` is content if a repository can be read
+        api.auth_check(repo_id, write=True)  # for `create_repo` it is enough that a repository can be read
     except HFValidationError as error:
         raise RefusedError(
             f"--hub_model_id (default: the name of the output folder): {_one_line(error)} Give another."
@@ -45,26 +51,28 @@ def open_repository(args):
     return repo_id
 
 
-def push(args, repo_id, places=None):
-    """Upload what others need of the output folder: the result, its model card, and the previews that this shows.
+def push(accelerator, args, repo_id, stages):
+    """Upload what others need: the results, their model card, and the previews that it shows. Every process calls it.
 
-    All else, as the record of the run, holds paths of this machine.
+    All else, such as the record of the run, holds paths of this machine.
 
     Args:
-        args (`argparse.Namespace`)
+        accelerator (`Accelerator`), args (`argparse.Namespace`)
         repo_id (`str` or None): From `open_repository`; without one nothing is done.
-        places (`dict[str | None, str]`, *optional*): See `export`.
+        stages (`tuple[Stage]`): Those that the run trained.
 
     Raises:
         FailedError: The upload failed. The results are complete.
     """
-    if repo_id is None:
-        return
-    places = places or {None: "transformer"}
+    if repo_id is not None:
+        on_main_process(accelerator, lambda: _upload(args, repo_id, stages))
+
+
+def _upload(args, repo_id, stages):
     if args.training_mode == "full":
-        patterns = [f"{subfolder}/*" for subfolder in places.values()]
+        patterns = [f"{stage.subfolder}/*" for stage in stages]
     else:
-        patterns = [LORA_FILE if expert is None else f"{expert}/{LORA_FILE}" for expert in places]
+        patterns = [str(pathlib.PurePath(stage.name or "", LORA_FILE)) for stage in stages]
     patterns += ["README.md", *(path for path, _ in shown_previews(args))]
     api = HfApi()
     try:

@@ -149,14 +149,14 @@ class MasterWeights:
         if self._pairs and isinstance(model, DistributedDataParallel):
             model.register_comm_hook(dict(self._pairs), self._average)
 
-    def state_dict(self):
-        """Return the masters by the names of their parameters."""
-        return dict(zip(self.parameters, self.masters, strict=True))
+    def named_masters(self):
+        """Yield the masters with the names of their parameters."""
+        return zip(self.parameters, self.masters, strict=True)
 
     @torch.no_grad()
-    def load_state_dict(self, tensors):
+    def load(self, tensors):
         """Replace the masters, and with them the parameters, by tensors (`dict[str, torch.Tensor]`) of these names."""
-        for name, master in self.state_dict().items():
+        for name, master in self.named_masters():
             master.copy_(tensors[name])
         self.write_back()
 

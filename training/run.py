@@ -16,7 +16,7 @@ from dataset.images import inspect_rows, read_image
 from dataset.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, describe_rows, read_datasets
 from dataset.report import draw_contact_sheet
 from runtime.errors import RefusedError, refuse_unreadable_model
-from runtime.processes import agreed, on_main_process, wait_for_all
+from runtime.processes import agreed, on_main_process
 from training.arguments import check_length, resolve_for_model
 from training.checkpoints import check_same_weights, describe_checkpoint, find_checkpoint
 from training.export import LORA_FILE, check_result, load_result, save_result
@@ -70,7 +70,7 @@ def run(family_class, args, log):
             on_main_process(accelerator, lambda: draw_contact_sheet(path, data.items, read))
             return forecast
 
-        repo_id = open_repository(args) if accelerator.is_main_process else None
+        repo_id = open_repository(accelerator, args)
         start_trackers(accelerator, args, first_step=resumed[1]["step"] + 1)
         encode_data(family, args, accelerator, log, data)
         stages = Stages(family, args, log, weights, data, optimizer, forecast, plan, resumed, accelerator.trackers)
@@ -79,8 +79,8 @@ def run(family_class, args, log):
                 stages.train(stage)
                 free_memory()
         record.finish()
+        push(accelerator, args, repo_id, family.stages)
         accelerator.end_training()
-        push(args, repo_id, places(family))
     return None
 
 
@@ -103,11 +103,6 @@ def read_family(family_class, args):
             where = "--num_frames is" if args.bucket_config is None else "bucket_config has"
             raise RefusedError(f"{where} {num_frames}; with a frame given at least {family.min_frames} are needed.")
     return family
-
-
-def places(family):
-    """Return of each expert that a run trains, None for an only transformer, what the pipeline calls it."""
-    return {stage.name: stage.subfolder for stage in family.stages}
 
 
 def is_finished(stage, resumed, batches):
@@ -145,8 +140,7 @@ class Weights:
                 family.check_lora_targets(self.names)
             except ValueError as error:
                 raise RefusedError(f"--lora_target_modules {error}.") from None
-            read = partial(read_initial_lora, args, family.pipelines[0].lora_state_dict, family.skeleton, self.names)
-            self.initial = {stage: read(expert=stage.name) for stage in family.stages}
+            self.initial = {stage: read_initial_lora(args, family, stage, self.names) for stage in family.stages}
 
     def check(self, batches, resumed):
         """Bring all weights to this machine, and check that they are those of the checkpoint and the initial LoRA."""
@@ -154,9 +148,9 @@ class Weights:
         if not args.dry_run:
             with refuse_unreadable_model(args):
                 self.digests = family.fetch_weights(self.reads, self.digests)
-        digests, trained = dict(self.digests), places(family).values()
+        digests, trained = dict(self.digests), [stage.subfolder for stage in family.stages]
         for stage in family.stages if args.training_mode == "lora" else ():
-            check_base_of_lora(args, digests.get(stage.subfolder), expert=stage.name)
+            check_base_of_lora(args, stage, digests.get(stage.subfolder))
             if len(family.stages) > 1:  # the second one starts from it later, maybe after a resume
                 tensors = itertools.chain(*self.initial[stage].values())
                 digests[f"LoRA to start {stage.name} from"] = family.digest_tensors(tensors)
@@ -384,25 +378,20 @@ class Stages:
         train(training)
         log.point("saving")
         self._write_result(training)
-        wait_for_all(accelerator)
 
     def _write_result(self, training):
-        args, family, stage, module = self.args, self.family, training.stage, training.module
-        of_result = {"expert": stage.name, "places": places(family)}
-        if training.accelerator.is_main_process:
-            info = {"base_weights": self.weights.digests[stage.subfolder]} | family.lora_metadata(stage)
-            export = {"prefix": "transformer", "export_name": family.lora_export_name}
-            path = save_result(args, module, further_info=info, **export, **of_result)
-            if not stage.is_last:  # what the next one is trained with
-                digest = family.digest_tensors(family.read_tensors(path).values())
-                self.data.batches.identity["weights"][f"{stage.name}/{LORA_FILE}"] = digest
+        accelerator, stage, module = training.accelerator, training.stage, training.module
+        path = save_result(accelerator, self.args, module, stage, self.weights.digests[stage.subfolder])
+        if not stage.is_last:  # what the next one is trained with
+            read = self.family.read_tensors
+            self.data.batches.identity["weights"][f"{stage.name}/{LORA_FILE}"] = on_main_process(
+                accelerator, lambda: self.family.digest_tensors(read(path).values())
+            )
         if training.validation.is_wanted:
             self.log.point("previews")
             training.validation.run(training.steps_before + self.data.batches.last_step)
             self.log.point("saving")
-        if training.accelerator.is_main_process:
-            stock = family.stock_pipeline(module.transformer)
-            check_result(args, stock, module, training.dataset, path, images=family.image_arguments, **of_result)
+        check_result(accelerator, self.args, module, stage, training.dataset, path)
 
     def _sampler(self, stage):
         """Return the `Sampler` for the transformer of a `Stage`."""
@@ -423,4 +412,4 @@ class Stages:
         pipeline.register_modules(**{stage.other: family.load_transformer(stage.other)})
         for before in family.stages[: stage.number]:  # trained by this run
             if before.subfolder == stage.other:
-                load_result(pipeline, pathlib.Path(self.args.output_dir) / before.name, stage.other)
+                load_result(pipeline, self.args.output_dir, before)

@@ -59,7 +59,7 @@ def test_sharded_tensors_are_gathered(on_two_ranks):
         whole = torch.arange(15.0).reshape(5, 3)
         sharded = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
         assert sharded.to_local().shape[0] == 3 - rank
-        gathered = dict(full_tensors({"sharded": torch.nn.Parameter(sharded), "whole": whole}))
+        gathered = dict(full_tensors([("sharded", torch.nn.Parameter(sharded)), ("whole", whole)]))
         assert gathered["whole"].data_ptr() == whole.data_ptr() and not gathered["sharded"].requires_grad
         return gathered["sharded"].tolist() == whole.tolist()
 

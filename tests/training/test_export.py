@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from pipelines.qwen_image import model_fn_qwen_image
 from runtime.errors import FailedError
+from training import export
 from training.export import LORA_FILE, check_lora, save_lora, save_safetensors, split_scale
 from training.module import add_lora, find_lora_targets, lora_layers
 
 
-EXPORT = {"prefix": "transformer", "export_name": "transformer.{}".format, "info": {"base_model": "tiny", "b": "2"}}
+EXPORT = {"export_name": "transformer.{}".format, "info": {"base_model": "tiny", "b": "2"}}
+ALONE = types.SimpleNamespace(num_processes=1, is_main_process=True)
 
 
 def tiny_transformer(dtype=torch.float32):
@@ -66,7 +68,7 @@ def test_stock_diffusers_loads_the_trained_strength(alpha, dtype, tmp_path, capl
     transformer = trained(alpha=alpha)
     with torch.no_grad():
         expected = predict(transformer)
-    path = save_lora(transformer, tmp_path, dtype=dtype, **EXPORT)
+    path = save_lora(ALONE, transformer, tmp_path, dtype=dtype, **EXPORT)
     fresh = tiny_transformer().eval()
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         base = predict(fresh)
@@ -76,14 +78,14 @@ def test_stock_diffusers_loads_the_trained_strength(alpha, dtype, tmp_path, capl
     error = (output - expected).norm() / (expected - base).norm()
     assert error < (1e-5 if dtype == torch.float32 else 2e-2)
     assert not [record for record in caplog.records if "lora" in record.getMessage().lower()]
-    assert check(transformer, path, dtype)["layers"] == len(lora_layers(fresh))
+    assert check(transformer, path, dtype)[0] == len(lora_layers(fresh))
 
 
 @pytest.mark.parametrize("alpha", [1.0, 6.0])
 def test_comfyui_strength_is_b_times_a(alpha, tmp_path):
     """ComfyUI reads no alpha without `.alpha` keys: what it adds is B @ A of the file (facts, 2.3)."""
     transformer = trained(alpha=alpha)
-    tensors = load_file(save_lora(transformer, tmp_path, dtype=torch.float32, **EXPORT))
+    tensors = load_file(save_lora(ALONE, transformer, tmp_path, dtype=torch.float32, **EXPORT))
     for name, layer in lora_layers(transformer).items():
         added = tensors[f"transformer.{name}.lora_B.weight"] @ tensors[f"transformer.{name}.lora_A.weight"]
         torch.testing.assert_close(added, layer.get_delta_weight("default").detach())
@@ -109,7 +111,7 @@ def test_names_and_shapes_are_those_of_the_golden_list():
 
 def test_header(tmp_path):
     transformer = trained(alpha=6.0)
-    path = save_lora(transformer, tmp_path, dtype=torch.bfloat16, **EXPORT)
+    path = save_lora(ALONE, transformer, tmp_path, dtype=torch.bfloat16, **EXPORT)
     assert path.name == LORA_FILE
     with safe_open(path, "pt") as file:
         header = file.metadata()
@@ -157,7 +159,46 @@ def test_small_ranks_pass_the_check(rank, seed, tmp_path):
     for layer in lora_layers(transformer).values():
         torch.nn.init.normal_(layer.lora_A["default"].weight)
         torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.01)
-    check(transformer, save_lora(transformer, tmp_path, dtype=torch.bfloat16, **EXPORT), torch.bfloat16)
+    check(transformer, save_lora(ALONE, transformer, tmp_path, dtype=torch.bfloat16, **EXPORT), torch.bfloat16)
+
+
+# ---------------------------------------------------------------- a transformer folder
+
+
+@pytest.mark.parametrize("shard_size", ["10GB", "40KB"])
+def test_a_transformer_is_saved_as_diffusers_saves_it(shard_size, tmp_path, monkeypatch):
+    """The same bytes, in one file or in several."""
+    transformer = tiny_transformer(torch.bfloat16)
+    save = export.save_torch_state_dict
+    monkeypatch.setattr(
+        export, "save_torch_state_dict", lambda *args, **kwargs: save(*args, **kwargs | {"max_shard_size": shard_size})
+    )
+    ours = export.save_transformer(ALONE, transformer, tmp_path / "ours")
+    transformer.save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
+    files = {file.name: file.read_bytes() for file in (tmp_path / "theirs").iterdir()}
+    if shard_size != "10GB":
+        assert len(files) > 3
+        index = "diffusion_pytorch_model.safetensors.index.json"
+        assert json.loads(files.pop(index)) == json.loads((ours / index).read_bytes())
+    assert all((ours / name).read_bytes() == content for name, content in files.items())
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_every_process_saves_and_one_writes(on_two_ranks, tmp_path):
+    """Each gets the path, or the error of the one that writes."""
+
+    def work(rank):
+        accelerator = types.SimpleNamespace(num_processes=2, process_index=rank, is_main_process=rank == 0)
+        path = save_lora(accelerator, trained(), tmp_path / "lora", dtype=torch.float32, **EXPORT)
+        export.save_transformer(accelerator, tiny_transformer(), tmp_path / "transformer")
+        with pytest.raises(FailedError, match="transformer cannot be written"):
+            export.save_transformer(accelerator, tiny_transformer(), tmp_path / "nowhere" / "transformer")
+        return path
+
+    assert on_two_ranks(work) == [tmp_path / "lora" / LORA_FILE] * 2
+    path = save_lora(ALONE, trained(), tmp_path, dtype=torch.float32, **EXPORT)
+    assert path.read_bytes() == (tmp_path / "lora" / LORA_FILE).read_bytes()
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 # ---------------------------------------------------------------- what the check notices
@@ -203,7 +244,7 @@ def unprefixed_names(tensors, metadata):
 )
 def test_bad_files_are_noticed(change, said, tmp_path):
     transformer = trained()
-    path = save_lora(transformer, tmp_path, dtype=torch.float32, **EXPORT)
+    path = save_lora(ALONE, transformer, tmp_path, dtype=torch.float32, **EXPORT)
     rewrite(path, change)
     with pytest.raises(FailedError, match=said):
         check(transformer, path)
@@ -213,7 +254,7 @@ def test_lora_that_changes_nothing(tmp_path):
     transformer = trained()
     for layer in lora_layers(transformer).values():
         torch.nn.init.zeros_(layer.lora_B["default"].weight)
-    path = save_lora(transformer, tmp_path, dtype=torch.float32, **EXPORT)
+    path = save_lora(ALONE, transformer, tmp_path, dtype=torch.float32, **EXPORT)
     with pytest.raises(FailedError, match="changes nothing"):
         check(transformer, path)
 
@@ -222,7 +263,7 @@ def test_non_finite_tensors_are_not_saved(tmp_path):
     transformer = trained()
     next(iter(lora_layers(transformer).values())).lora_B["default"].weight.data[0, 0] = float("nan")
     with pytest.raises(FailedError, match="not finite"):
-        save_lora(transformer, tmp_path, dtype=torch.float32, **EXPORT)
+        save_lora(ALONE, transformer, tmp_path, dtype=torch.float32, **EXPORT)
     assert not list(tmp_path.iterdir())
 
 
@@ -231,5 +272,5 @@ def test_values_that_a_cast_flushes_are_said(tmp_path, caplog):
     for layer in lora_layers(transformer).values():
         layer.lora_B["default"].weight.data.mul_(1e-42)
     with caplog.at_level(logging.WARNING):
-        save_lora(transformer, tmp_path, dtype=torch.bfloat16, **EXPORT)
+        save_lora(ALONE, transformer, tmp_path, dtype=torch.bfloat16, **EXPORT)
     assert "become zero" in caplog.text
