@@ -90,7 +90,9 @@ def test_the_model_card_shows_what_may_not_change_and_what_is_marked(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     args = argparse.Namespace(**dict.fromkeys(ROWS, "set"))
     args.output_dir, args.validation_prompt = tmp_path, None
-    write_model_card(args, base_model="m", pipeline_tag="text-to-image", num_items=1, usage="")
+    family = {"pipeline_class": object, "transformer_class": object, "image_arguments": (), "is_video": False}
+    stage = argparse.Namespace(name=None, subfolder="transformer", number=0)
+    write_model_card(args, argparse.Namespace(**family, stages=(stage,)), stage, num_items=1)
     shown = re.findall(r"(?m)^\| (\w+) \|", (tmp_path / "README.md").read_text())
     described = {name for name, flag in ROWS.items() if flag.in_card or not flag.may_change}
     assert set(shown) == described | {"setting", "base_model"} and len(shown) == len(set(shown))
