@@ -1,4 +1,4 @@
-"""The way of a dataset into a run: what is trained, what is cached, and what is said, from the command line."""
+"""The way of a dataset into a run: what is trained, cached and logged, from the command line."""
 
 import collections
 import json
@@ -139,7 +139,7 @@ def test_what_changes_is_encoded_again(train, data, encoded, caplog, tmp_path):
     assert again() == {"captions": ["tea"]}
     assert "cache: 4 of 5 captions are encoded already" in caplog.text
     (data / "rocket.png").write_bytes((data / "chelsea.png").read_bytes())
-    assert again() == {}, "the same picture is there under another name"
+    assert again() == {}, "the same image is there under another name"
     Image.new("RGB", (96, 80), "red").save(data / "rocket.png")
     assert again() == {"media": ["rocket.png"]}
     shutil.copy(data / "rocket.png", data / "twin.png")
@@ -218,7 +218,7 @@ def test_a_disk_that_is_too_small_is_refused_before_encoding(train, photos, monk
 
 
 def test_the_size_of_the_cache_is_known_exactly(train, data, tmp_path):
-    (data / "coffee.txt").write_text("a much longer caption than that of any other picture")
+    (data / "coffee.txt").write_text("a much longer caption than that of any other image")
     out = train(data, "--max_pixels", "6000", "--caption_dropout", "0.5", "--dry_run", out="dry")
     forecast = train.forecast.cache_bytes
     train(data, "--max_pixels", "6000", "--caption_dropout", "0.5", "--cache_dir", out / "cache")
@@ -228,8 +228,8 @@ def test_the_size_of_the_cache_is_known_exactly(train, data, tmp_path):
     assert forecast == held > 30_000
 
 
-def test_pictures_stay_with_their_captions(train, tiny_qwen_image, tmp_path, monkeypatch):
-    """Grey pictures whose captions are their levels, over three epochs, from an empty and from a full cache."""
+def test_images_stay_with_their_captions(train, tiny_qwen_image, tmp_path, monkeypatch):
+    """Grey images whose captions are their levels, over three epochs, from an empty and from a full cache."""
     data = tmp_path / "data"
     data.mkdir()
     for n in range(7):
@@ -290,11 +290,11 @@ def test_loaders_change_nothing_but_the_time(train, photos):
 
 @pytest.fixture
 def with_bad_ones(data):
-    """Five good pictures, and four that are not."""
+    """Five good images, and four that are not."""
     (data / "zero.png").write_bytes(b"")
     content = (data / "coffee.png").read_bytes()
     (data / "half.png").write_bytes(content[: len(content) // 2])
-    (data / "text.jpg").write_text("not a picture")
+    (data / "text.jpg").write_text("not an image")
     for name in ("zero", "half", "text"):
         (data / f"{name}.txt").write_text(name)
     shutil.copy(data / "coffee.png", data / "silent.png")
@@ -384,7 +384,7 @@ def test_several_datasets_with_repeats(train, data, photos, tmp_path):
     assert arguments["dataset_path"] is None and arguments["datasets"][1]["dataset_repeat"] == 4
 
 
-def test_pictures_at_eight_and_clips_at_one_in_one_run(train, photos, clips, tmp_path, capsys):
+def test_images_at_eight_and_clips_at_one_in_one_run(train, photos, clips, tmp_path, capsys):
     data = shutil.copytree(photos, tmp_path / "data")
     for path in clips.iterdir():
         shutil.copy(path, data / f"clip_{path.name}")
@@ -443,7 +443,7 @@ def test_the_report_of_a_dry_run(train, data, capsys, caplog, tmp_path):
     assert cut["id"] == "rocket.png" and cut["reason"].endswith(" to 1024 tokens")
     with Image.open(out / "contact_sheet.png") as sheet:
         assert sheet.format == "PNG" and sheet.width > 6 * 200
-        # The red picture is the sixth.
+        # The red image is the sixth.
         pixels = np.asarray(sheet.convert("RGB")).reshape(-1, 3)
     assert (pixels == [254, 0, 0]).all(1).sum() + (pixels == [255, 0, 0]).all(1).sum() >= 64 * 64
     assert not list((out / "cache").glob("m*")), "nothing was encoded"

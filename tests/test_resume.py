@@ -42,9 +42,9 @@ WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def pictures(photos, tmp_path_factory):
+def images(photos, tmp_path_factory):
     """The photographs, two of them upright: two sizes with --max_pixels."""
-    folder = tmp_path_factory.mktemp("pictures") / "pictures"
+    folder = tmp_path_factory.mktemp("images") / "images"
     shutil.copytree(photos, folder)
     for name in ("chelsea", "rocket"):
         Image.open(folder / f"{name}.png").crop((0, 0, 56, 80)).save(folder / f"{name}.png")
@@ -57,11 +57,11 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def required(tiny_qwen_image, pictures, cache):
+def required(tiny_qwen_image, images, cache):
     """Function from an output folder to the flags that every run needs."""
 
     def flags(output_dir):
-        model = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", pictures]
+        model = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", images]
         return [*map(str, model), "--output_dir", str(output_dir), "--cache_dir", str(cache)]
 
     return flags
@@ -69,7 +69,7 @@ def required(tiny_qwen_image, pictures, cache):
 
 @pytest.fixture(scope="module")
 def start(fork_server, required):
-    """Function that starts training pictures in a process of its own, which can be killed while it writes."""
+    """Function that starts training images in a process of its own, which can be killed while it writes."""
 
     def run(output_dir, *flags, **kwargs):
         return fork_server.start("train_qwen_image.py", *required(output_dir), *flags, slow_disk=True, **kwargs)
@@ -79,7 +79,7 @@ def start(fork_server, required):
 
 @pytest.fixture(scope="module")
 def train(required):
-    """Function that trains pictures in this process."""
+    """Function that trains images in this process."""
 
     def run(output_dir, *flags):
         run_here("qwen_image", [*required(output_dir), *flags])
@@ -346,8 +346,8 @@ def assert_checkpoint_failed(process, number, reason):
 
 
 def test_disk_full_in_the_middle_of_a_checkpoint(start, train, lora_run, disk, capsys):
-    """The one before is complete, and where the run goes on from when there is room."""
-    room = blocks(lora_run / "checkpoint-2") * 3 // 2 + 10 * 4096  # besides: run.json, dataset.jsonl, metrics.jsonl
+    """The one before is complete, and where the run continues from when there is room."""
+    room = blocks(lora_run / "checkpoint-2") * 3 // 2 + 10 * 4096  # and run.json, dataset.jsonl, metrics.jsonl
     folder = disk(f"size={room}") / "out"
     assert_checkpoint_failed(start(folder, *LORA, *SAVES), 4, "disk is full")
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
@@ -404,7 +404,7 @@ def test_disk_that_becomes_read_only(start, lora_run, disk):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal(number, start, train, lora_run, tmp_path, capsys):
-    """The step at work is finished and saved, and the run goes on from there."""
+    """The current step is finished and saved, and the run continues from there."""
     folder = tmp_path / "out"
     process = start(folder, *LORA)
     process.until(lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= 3)
@@ -515,7 +515,7 @@ def wait_until(condition, timeout=120):
 
 
 def runs(folder):
-    """Whether a training process is at work on a folder."""
+    """Whether a training process is using a folder."""
     import psutil
 
     commands = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
@@ -534,7 +534,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "
     ids=["accelerate", "torchrun"],
 )
 def test_a_run_stops_with_its_launcher(launcher, number, required, tmp_path):
-    """Of one process or of two: the step at work is finished and saved, and nothing is left behind."""
+    """Of one process or of two: the current step is finished and saved, and nothing is left behind."""
     folder = tmp_path / "out"
     flags = [*required(folder), *LORA, "--max_train_steps", "4000", "--train_batch_size", "1"]
     settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -766,7 +766,7 @@ def short_run(request, train, tmp_path_factory):
 
 @pytest.mark.parametrize("resume", [[], LATEST], ids=["new", "resumed"])
 def test_a_dry_run_keeps_the_record_of_a_run(resume, short_run, train, tmp_path, caplog):
-    """Of one that has ended, too; what the run itself would be refused for is said."""
+    """Of one that has ended, too; what the run itself would be refused for is reported."""
     flags, folder = short_run[0], shutil.copytree(short_run[1], tmp_path / "out")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     refused = ("--checkpointing_steps" in flags) != bool(resume)

@@ -186,7 +186,7 @@ def test_a_signal_ends_previews_and_saves(train, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def given_images(tmp_path_factory):
-    """Two pictures of the size of the clips."""
+    """Two images of the size of the clips."""
     paths = [tmp_path_factory.mktemp("images") / f"{name}.png" for name in ("first", "last")]
     for path, color in zip(paths, ("orange", "teal"), strict=True):
         Image.new("RGB", (96, 64), color).save(path)
@@ -215,7 +215,7 @@ def test_last_preview_is_what_the_stock_pipeline_samples(
     assert same_pixels(sampled[-1], stock_frames(family, tiny_model(family), places, **settings))
     assert not same_pixels(sampled[-1], stock_frames(family, tiny_model(family), [], **settings))
     if "--expert" in flags:
-        # Before the second is trained, the first one samples beside the stock weights.
+        # Before the second is trained, the first one samples with the stock weights.
         alone = stock_frames(family, tiny_model(family), places[:1], **settings)
         assert same_pixels(sampled[0], alone) and not same_pixels(sampled[-1], alone)
         assert sorted(path.name for path in (folder / "validation").iterdir()) == ["step-3", "step-6"]
@@ -224,7 +224,7 @@ def test_last_preview_is_what_the_stock_pipeline_samples(
 @pytest.mark.parametrize("family, flags", [("qwen_image", []), ("wan_t2v_a14b", ["--expert", "high_noise"])])
 def test_previews_are_the_same_whether_parts_take_turns_or_not(family, flags, train, monkeypatch):
     """As the forecast says; the files are the same bytes."""
-    pictures, seen = [], []
+    previews, seen = [], []
     on_device = validation._on_device
 
     def spy(*args, takes_turns):
@@ -235,8 +235,8 @@ def test_previews_are_the_same_whether_parts_take_turns_or_not(family, flags, tr
     for takes_turns in (False, True):
         monkeypatch.setattr(RunForecast, "previews_take_turns", lambda self, modes, said=takes_turns: said)
         folder = train(family, *flags_of(family), *flags, "--max_train_steps", "1", *PROMPT) / "validation"
-        pictures.append({name: (folder / name).read_bytes() for name in files_in(folder)})
-    assert seen == [False, True] and pictures[0] == pictures[1] and len(pictures[0]) == 2
+        previews.append({name: (folder / name).read_bytes() for name in files_in(folder)})
+    assert seen == [False, True] and previews[0] == previews[1] and len(previews[0]) == 2
 
 
 def test_averaged_weights_are_previewed(train, sampled):
@@ -247,7 +247,7 @@ def test_averaged_weights_are_previewed(train, sampled):
 
 
 def test_settings_of_previews(train, sampled):
-    """Each flag changes the picture; a second prompt leaves that of the first as it is."""
+    """Each flag changes the image; a second prompt leaves that of the first as it is."""
     flags = [*flags_of("qwen_image"), "--max_train_steps", "1", *PROMPT, "--guidance_scale", "8"]
     settings = [
         [],
@@ -260,8 +260,8 @@ def test_settings_of_previews(train, sampled):
     ]
     for changed in settings:
         train("qwen_image", *flags, *changed)
-    pictures = {frames[0].tobytes() for frames in sampled}
-    assert len(sampled) == len(settings) + 1 and len(pictures) == len(settings)
+    images = {frames[0].tobytes() for frames in sampled}
+    assert len(sampled) == len(settings) + 1 and len(images) == len(settings)
 
 
 @pytest.mark.parametrize("family", ["qwen_image", "wan_t2v"])
@@ -524,14 +524,14 @@ def test_two_processes_share_it_out(on_two_processes, tiny_qwen_image, photos, t
         ("wan_flf2v", ["first.png", "nowhere.png"], "--validation_image: there is no file nowhere.png"),
     ],
 )
-def test_pictures_that_do_not_fit_the_model(
+def test_images_that_do_not_fit_the_model(
     family, images, said, train, tiny_model, given_images, tmp_path, capsys, monkeypatch
 ):
     """The model has no weights: it is refused before they are looked for."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model(family), model, ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copy(given_images[0], tmp_path)
-    (tmp_path / "notes.txt").write_text("no picture")
+    (tmp_path / "notes.txt").write_text("no image")
     monkeypatch.chdir(tmp_path)
     flags = [*flags_of(family), *STEPS, *PROMPT, *(word for name in images for word in ("--validation_image", name))]
     with pytest.raises(SystemExit) as stopped, exit_codes():

@@ -20,7 +20,7 @@ def sizing(config=CONFIG, seed=5):
 @pytest.mark.parametrize(
     "source, num_frames, expected",
     [
-        ((1280, 720), 1, (480, 848, 1, 4)),  # a picture that is large enough for 480p
+        ((1280, 720), 1, (480, 848, 1, 4)),  # an image that is large enough for 480p
         ((1280, 720), 60, (480, 848, 49, 1)),
         ((1280, 720), 48, (192, 336, 17, 2)),  # too short for 480p
         ((320, 320), 60, (256, 256, 17, 2)),  # too small for 480p

@@ -386,13 +386,13 @@ def test_a_profile_in_the_container_is_converted(tmp_path):
 
 def test_a_profile_in_the_frames_is_converted(tmp_path):
     def motion_jpeg(name, **options):
-        picture = encode("JPEG", quality=95, subsampling=0, **options)
+        image = encode("JPEG", quality=95, subsampling=0, **options)
         with av.open(str(tmp_path / name), "w") as container:
             stream = container.add_stream("mjpeg", rate=16)
             stream.height, stream.width = PIXELS.shape[:2]
             stream.pix_fmt = "yuvj444p"
             for k in range(5):
-                packet = av.Packet(picture)
+                packet = av.Packet(image)
                 packet.stream, packet.pts, packet.dts, packet.time_base = stream, k, k, Fraction(1, 16)
                 container.mux(packet)
         return shown(tmp_path / name)

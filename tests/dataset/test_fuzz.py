@@ -34,7 +34,7 @@ REPO = pathlib.Path(__file__).parents[2]
 MAX_SECONDS = 20
 # Of all files together, after the first ones.
 MAX_GROWTH_BYTES = 100 * 2**20
-# Beyond what the process holds anyway, at any time. The largest pictures that are read take most of it.
+# Beyond what the process holds anyway, at any time. The largest images that are read take most of it.
 MAX_PEAK_BYTES = 2 * 2**30
 NUM_WARM_UP = 40
 
@@ -56,7 +56,7 @@ def test_damaged_files_are_used_or_refused_by_name(tmp_path, num_files):
 # Seeds
 
 
-def picture(mode, file_format, **options):
+def image(mode, file_format, **options):
     pixels = np.random.default_rng(0).integers(0, 256, (40, 48, 4), dtype=np.uint8)
     if mode == "I;16":
         image = Image.fromarray(pixels.view(np.uint16)[..., 0].copy())
@@ -105,26 +105,26 @@ def make_seeds(folder):
     more = {"save_all": True, "append_images": [Image.new("RGB", (48, 40), "red")]}
     quick = {"deadline": "realtime", "cpu-used": "8"}
     return {
-        "rgb.png": picture("RGB", "PNG", exif=exif, **srgb),
-        "rgba.png": picture("RGBA", "PNG"),
-        "palette.png": picture("P", "PNG", transparency=bytes(range(256))),
+        "rgb.png": image("RGB", "PNG", exif=exif, **srgb),
+        "rgba.png": image("RGBA", "PNG"),
+        "palette.png": image("P", "PNG", transparency=bytes(range(256))),
         "deep.png": deep_png(),
-        "deep grey.png": picture("I;16", "PNG"),
-        "animated.png": picture("RGB", "PNG", **more),
-        "rgb.jpg": picture("RGB", "JPEG", exif=exif),
-        "progressive.jpg": picture("RGB", "JPEG", progressive=True, **srgb),
-        "cmyk.jpg": picture("CMYK", "JPEG"),
-        "lossy.webp": picture("RGB", "WEBP", exif=exif),
-        "lossless.webp": picture("RGBA", "WEBP", lossless=True),
-        "palette.gif": picture("P", "GIF"),
-        "raw.tiff": picture("RGB", "TIFF", exif=exif),
-        "lzw.tiff": picture("RGBA", "TIFF", compression="tiff_lzw"),
-        "jpeg.tiff": picture("RGB", "TIFF", compression="jpeg"),
-        "deep.tiff": picture("I;16", "TIFF", compression="tiff_adobe_deflate"),
-        "cmyk.tiff": picture("CMYK", "TIFF"),
-        "rgb.bmp": picture("RGB", "BMP"),
-        "palette.bmp": picture("P", "BMP"),
-        "rgb.avif": picture("RGB", "AVIF", exif=exif),
+        "deep grey.png": image("I;16", "PNG"),
+        "animated.png": image("RGB", "PNG", **more),
+        "rgb.jpg": image("RGB", "JPEG", exif=exif),
+        "progressive.jpg": image("RGB", "JPEG", progressive=True, **srgb),
+        "cmyk.jpg": image("CMYK", "JPEG"),
+        "lossy.webp": image("RGB", "WEBP", exif=exif),
+        "lossless.webp": image("RGBA", "WEBP", lossless=True),
+        "palette.gif": image("P", "GIF"),
+        "raw.tiff": image("RGB", "TIFF", exif=exif),
+        "lzw.tiff": image("RGBA", "TIFF", compression="tiff_lzw"),
+        "jpeg.tiff": image("RGB", "TIFF", compression="jpeg"),
+        "deep.tiff": image("I;16", "TIFF", compression="tiff_adobe_deflate"),
+        "cmyk.tiff": image("CMYK", "TIFF"),
+        "rgb.bmp": image("RGB", "BMP"),
+        "palette.bmp": image("P", "BMP"),
+        "rgb.avif": image("RGB", "AVIF", exif=exif),
         "end.mp4": clip(folder, "mp4", "libx264"),
         "front.mp4": clip(folder, "mp4", "libx264", muxer={"movflags": "faststart"}, bf="2"),
         "fragments.mp4": clip(folder, "mp4", "libx264", muxer={"movflags": "frag_keyframe+empty_moov"}, g="4"),

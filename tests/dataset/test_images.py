@@ -33,7 +33,7 @@ def noise(height, width, seed=0):
 
 
 def difference(image, pixels):
-    """Returns the largest difference between a picture and an array (H, W, 3), in levels of 255."""
+    """Returns the largest difference between an image and an array (H, W, 3), in levels of 255."""
     assert image.mode == "RGB"
     values = np.asarray(image).astype(int)
     assert values.shape == pixels.shape
@@ -43,7 +43,7 @@ def difference(image, pixels):
 # Orientation
 
 # How the stored pixels come about from the upright ones, after the table of the EXIF standard: where the 0th row and
-# the 0th column of the stored picture lie in the upright one.
+# the 0th column of the stored image lie in the upright one.
 STORED = {
     1: lambda p: p,  # top, left
     2: lambda p: p[:, ::-1],  # top, right
@@ -61,7 +61,7 @@ STORED = {
     ("file_format", "options"),
     [("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"})],
 )
-def test_every_orientation_gives_the_upright_picture(orientation, file_format, options):
+def test_every_orientation_gives_the_upright_image(orientation, file_format, options):
     pixels = noise(24, 40)
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -92,13 +92,13 @@ def test_orientations_that_do_not_exist_change_nothing(orientation):
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-def test_broken_exif_does_not_cost_the_picture():
+def test_broken_exif_does_not_cost_the_image():
     pixels = noise(8, 16)
     for exif in (b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff", b"\0"):
         assert difference(open_image(encode(Image.fromarray(pixels), "PNG", exif=exif)), pixels) == 0
 
 
-def test_exif_that_cannot_be_written_again_still_turns_the_picture():
+def test_exif_that_cannot_be_written_again_still_turns_the_image():
     """Cameras leave entries with false types; here the unit of the resolution as a text."""
     exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x02" + struct.pack(">HHIHH", 0x0112, 3, 1, 6, 0)
     exif += struct.pack(">HHI4s", 0x0128, 2, 2, b"2") + bytes(4)
@@ -157,7 +157,7 @@ def test_a_grey_chart_survives_every_mode_and_format(mode, file_format, toleranc
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "BMP", "TIFF"])
-def test_one_bit_pictures(file_format):
+def test_one_bit_images(file_format):
     pixels = chart(((0, 0, 0), (255, 255, 255), (0, 0, 0)))
     data = encode(Image.fromarray(pixels).convert("1"), file_format)
     assert Image.open(io.BytesIO(data)).mode == "1"
@@ -315,7 +315,7 @@ def test_a_transparent_palette_colour_is_white():
 
 
 def test_a_single_transparent_colour_is_white():
-    """PNG can name one colour of an opaque picture as transparent, in every depth."""
+    """PNG can name one colour of an opaque image as transparent, in every depth."""
     expected = chart(((255, 255, 255), (64, 64, 64)))
     pixels = chart(((10, 10, 10), (64, 64, 64)))
     data = encode(Image.fromarray(pixels), "PNG", transparency=(10, 10, 10))
@@ -466,11 +466,11 @@ def test_profiles_of_another_colour_space_count_as_none():
 
 
 def bad_files(folder):
-    """Writes the three bad files of a typical folder: cut in half, empty, and no picture at all."""
+    """Writes the three bad files of a typical folder: cut in half, empty, and no image at all."""
     data = encode(Image.fromarray(noise(64, 64)), "JPEG")
     (folder / "half.jpg").write_bytes(data[: len(data) // 2])
     (folder / "empty.png").write_bytes(b"")
-    (folder / "text.jpg").write_text("not a picture")
+    (folder / "text.jpg").write_text("not an image")
     return ["half.jpg", "empty.png", "text.jpg"]
 
 
@@ -494,7 +494,7 @@ def test_pipes_are_not_waited_for(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_huge_pictures_are_read_up_to_a_limit_and_refused_by_name_above_it(tmp_path):
+def test_huge_images_are_read_up_to_a_limit_and_refused_by_name_above_it(tmp_path):
     """The first would be warned of by Pillow; the others say a size of which the file has no pixels."""
     Image.new("1", (9500, 9500)).save(tmp_path / "large.png")
     assert open_image(tmp_path / "large.png").size == (9500, 9500)
@@ -583,7 +583,7 @@ def test_a_jpeg_with_a_second_view_is_its_first():
     assert difference(open_image(data), np.full((16, 16, 3), (255, 0, 0))) <= 3
 
 
-def test_decoded_pictures_hold_no_file_open(tmp_path):
+def test_decoded_images_hold_no_file_open(tmp_path):
     path = tmp_path / "a.png"
     Image.fromarray(noise(16, 16)).save(path)
     image = open_image(path)
@@ -684,7 +684,7 @@ def test_common_photographs_keep_their_aspect_and_most_of_the_cap(source):
 
 @pytest.mark.parametrize("source", [(1, 1), (1, 2000), (2000, 1), (8000, 20), (20, 8000), (7, 7)])
 @pytest.mark.parametrize("max_pixels", [None, 256**2, 1024**2])
-def test_tiny_and_elongated_pictures_are_refused_with_the_limits(source, max_pixels):
+def test_tiny_and_elongated_images_are_refused_with_the_limits(source, max_pixels):
     with pytest.raises(RefusedError) as info:
         size(*source, max_pixels)
     message = str(info.value)
@@ -743,7 +743,7 @@ def test_black_and_white_are_exactly_minus_one_and_one():
 
 
 def test_every_level_equals_diffusers():
-    """Reference: diffusers' VaeImageProcessor, which the stock pipelines prepare their pictures with."""
+    """Reference: diffusers' VaeImageProcessor, which the stock pipelines prepare their images with."""
     levels = np.arange(256, dtype=np.uint8).reshape(16, 16)
     image = Image.fromarray(np.stack([levels, levels.T, 255 - levels], axis=-1))
     expected = VaeImageProcessor(vae_scale_factor=1).preprocess(image)[0]
@@ -789,7 +789,7 @@ def test_records_are_those_of_dataset_jsonl(tmp_path):
     assert inspect(rows)[0]["used"] == {"size": [96, 64], "frames": 1}
 
 
-def test_all_bad_pictures_come_in_one_error(tmp_path):
+def test_all_bad_images_come_in_one_error(tmp_path):
     names = bad_files(tmp_path)
     for n in range(6):
         Image.fromarray(noise(64, 64, n)).save(tmp_path / f"{n}.png")

@@ -43,7 +43,7 @@ def write(path, text="", encoding="utf-8"):
 
 
 def folder_of(root, captions):
-    """Writes empty picture files with sidecar texts; the reader never decodes a picture."""
+    """Writes empty image files with sidecar texts; the reader never decodes an image."""
     for name, caption in captions.items():
         write(root / name)
         if caption is not None:
@@ -118,7 +118,7 @@ def test_a_second_link_to_a_folder_is_said(tmp_path, caplog):
     assert "y is left out: it is a link to a folder that is read already" in caplog.text
 
 
-def test_two_texts_of_one_picture_are_refused(tmp_path):
+def test_two_texts_of_one_image_are_refused(tmp_path):
     folder_of(tmp_path, {"a.jpg": "one", "b.jpg": "two"})
     write(tmp_path / "a.TXT", "other")
     assert "a.jpg: it has more than one text: " in refused(tmp_path) and "1 of 2 images" in refused(tmp_path)
@@ -158,7 +158,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path, suffix):
     assert "the key 'text' occurs twice" in refused(tmp_path)
 
 
-def test_picture_and_text_in_different_normal_forms_belong_together(tmp_path):
+def test_image_and_text_in_different_normal_forms_belong_together(tmp_path):
     write(tmp_path / unicodedata.normalize("NFC", "é.jpg"))
     write(tmp_path / unicodedata.normalize("NFD", "é.txt"), "one")
     assert [row.caption for row in read_rows(tmp_path)] == ["one"]
@@ -170,7 +170,7 @@ def test_column_flags_are_refused_without_metadata(tmp_path):
     assert "--caption_column x has no effect" in refused(tmp_path, caption_column="x")
 
 
-def test_texts_without_a_picture_are_said(tmp_path, caplog):
+def test_texts_without_an_image_are_logged(tmp_path, caplog):
     folder_of(tmp_path, {"a.jpg": "one"})
     write(tmp_path / "b.txt", "two")
     read_rows(tmp_path)
@@ -221,7 +221,7 @@ def test_captions_have_no_blanks_around_them_and_one_kind_of_line_end(tmp_path, 
     }
     read = {"a cat", "a\tcat", "one\ntwo", "one\n\ntwo", "a\u3000cat", "one \n two"}
     if kind == "saved":
-        picture_dataset(tmp_path, sorted(written))[0].save_to_disk(str(tmp_path / "saved"))
+        image_dataset(tmp_path, sorted(written))[0].save_to_disk(str(tmp_path / "saved"))
         assert {row.caption for row in read_rows(tmp_path / "saved")} == read
         return
     folder_of(tmp_path, {f"{n}.png": text if kind == ".txt" else None for n, text in enumerate(sorted(written))})
@@ -308,7 +308,7 @@ def test_missing_and_empty_captions_are_counted(tmp_path, caplog):
     assert "1 found, 3 empty, 4 missing" in caplog.text
 
 
-def test_four_pictures_without_any_caption(tmp_path, caplog):
+def test_four_images_without_any_caption(tmp_path, caplog):
     folder_of(tmp_path, {f"{n}.jpg": None for n in range(4)})
     assert "4 of 4 images cannot be used" in refused(tmp_path)
     assert "0 found, 0 empty, 4 missing" in caplog.text
@@ -464,7 +464,7 @@ def test_missing_files_are_all_counted(tmp_path):
     assert "x0.jpg (metadata.json item 2): 'x0.jpg' names no file" in message
 
 
-def test_pictures_without_a_row_are_counted(tmp_path, caplog):
+def test_images_without_a_row_are_counted(tmp_path, caplog):
     folder_of(tmp_path, {f"{n}.jpg": None for n in range(8)} | {"sub/x.png": None})
     write(tmp_path / "metadata.csv", "file_name,text\n0.jpg,one\n")
     assert len(read_rows(tmp_path)) == 1
@@ -638,8 +638,8 @@ def own_datasets_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
-def picture_dataset(folder, captions, column="text"):
-    """Returns a dataset of grey pictures that embeds a PNG for each caption, and these PNGs."""
+def image_dataset(folder, captions, column="text"):
+    """Returns a dataset of grey images that embeds a PNG for each caption, and these PNGs."""
     files = []
     for n, _ in enumerate(captions):
         files.append(folder / f"p{n}.png")
@@ -652,22 +652,22 @@ def picture_dataset(folder, captions, column="text"):
 
 @pytest.mark.parametrize("column", ["text", "caption", "prompt"])
 def test_saved_dataset(tmp_path, column):
-    data, pictures = picture_dataset(tmp_path / "source", ["NA", "two"], column)
+    data, images = image_dataset(tmp_path / "source", ["NA", "two"], column)
     data.save_to_disk(tmp_path / "saved")
     rows = read_rows(tmp_path / "saved")
     assert [(row.id, row.caption, row.content, row.origin) for row in rows] == [
-        ("train/0", "NA", pictures[0], "train row 0 (p0.png)"),
-        ("train/1", "two", pictures[1], "train row 1 (p1.png)"),
+        ("train/0", "NA", images[0], "train row 0 (p0.png)"),
+        ("train/1", "two", images[1], "train row 1 (p1.png)"),
     ]
 
 
 def test_saved_dataset_of_several_splits(tmp_path):
-    data, pictures = picture_dataset(tmp_path / "source", ["one", "two", "three"])
+    data, images = image_dataset(tmp_path / "source", ["one", "two", "three"])
     splits = {"test": data.select([0]), "train": data.select([1, 2])}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "with_train")
     assert [(row.id, row.content) for row in read_rows(tmp_path / "with_train")] == [
-        ("train/0", pictures[1]),
-        ("train/1", pictures[2]),
+        ("train/0", images[1]),
+        ("train/1", images[2]),
     ]
     datasets.DatasetDict({"a": splits["test"], "b": splits["train"]}).save_to_disk(tmp_path / "without")
     assert "Splits found: a, b" in refused(tmp_path / "without")
@@ -676,24 +676,24 @@ def test_saved_dataset_of_several_splits(tmp_path):
 
 
 def test_hub_layout_folder(tmp_path):
-    data, pictures = picture_dataset(tmp_path / "source", ["one", "two"])
+    data, images = image_dataset(tmp_path / "source", ["one", "two"])
     (tmp_path / "repo" / "data").mkdir(parents=True)
     data.to_parquet(tmp_path / "repo" / "data" / "train-00000-of-00001.parquet")
     data.select([0]).to_parquet(tmp_path / "repo" / "data" / "test-00000-of-00001.parquet")
     write(tmp_path / "repo" / "README.md", "# Photographs\n")
-    write(tmp_path / "repo" / "assets" / "example.png", pictures[0])
+    write(tmp_path / "repo" / "assets" / "example.png", images[0])
     rows = read_rows(tmp_path / "repo")
     assert [(row.id, row.caption, row.content) for row in rows] == [
-        ("train/0", "one", pictures[0]),
-        ("train/1", "two", pictures[1]),
+        ("train/0", "one", images[0]),
+        ("train/1", "two", images[1]),
     ]
 
 
 def test_folder_of_one_parquet_file(tmp_path):
-    data, pictures = picture_dataset(tmp_path / "source", ["one"])
+    data, images = image_dataset(tmp_path / "source", ["one"])
     (tmp_path / "repo").mkdir()
     data.to_parquet(tmp_path / "repo" / "photographs.parquet")
-    assert [(row.id, row.content) for row in read_rows(tmp_path / "repo")] == [("train/0", pictures[0])]
+    assert [(row.id, row.content) for row in read_rows(tmp_path / "repo")] == [("train/0", images[0])]
 
 
 def test_saved_dataset_that_refers_to_files(tmp_path):
@@ -706,7 +706,7 @@ def test_saved_dataset_that_refers_to_files(tmp_path):
 
 
 def test_problems_of_hugging_face_datasets(tmp_path):
-    data, _ = picture_dataset(tmp_path / "source", ["one", None, ""])
+    data, _ = image_dataset(tmp_path / "source", ["one", None, ""])
     data.save_to_disk(tmp_path / "saved")
     message = refused(tmp_path / "saved")
     assert "train/1 (train row 1 (p1.png)): caption missing" in message and "2 of 3 images" in message
@@ -737,11 +737,11 @@ def test_folders_that_the_library_would_look_for_elsewhere_are_refused(tmp_path,
     folder = tmp_path / name
     folder.mkdir(parents=True)
     with open(folder / "a.parquet", "wb") as file:
-        picture_dataset(tmp_path, ["one"])[0].to_parquet(file)
+        image_dataset(tmp_path, ["one"])[0].to_parquet(file)
     assert "the path of a Hugging Face dataset must have none of ('::', '$', '*', '?', '[')" in refused(folder)
     # Which holds for datasets of that library only, and for most not where they are loaded without a search.
     if "::" not in name:
-        picture_dataset(tmp_path, ["saved"])[0].save_to_disk(str(tmp_path / "saved"))
+        image_dataset(tmp_path, ["saved"])[0].save_to_disk(str(tmp_path / "saved"))
         (tmp_path / "saved").rename(folder / "saved")
         assert [row.caption for row in read_rows(folder / "saved")] == ["saved"]
         shutil.rmtree(folder / "saved")
@@ -765,7 +765,7 @@ def test_repeats_in_names_of_folders_are_not_taken_and_said(tmp_path, caplog, pa
 
 
 def test_hub_id(tmp_path, monkeypatch):
-    data, pictures = picture_dataset(tmp_path / "source", ["one"])
+    data, images = image_dataset(tmp_path / "source", ["one"])
     asked = []
 
     def load_dataset(name):
@@ -774,7 +774,7 @@ def test_hub_id(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert [(row.id, row.content) for row in read_rows("owner/photographs")] == [("train/0", pictures[0])]
+    assert [(row.id, row.content) for row in read_rows("owner/photographs")] == [("train/0", images[0])]
     read_rows("photographs")
     assert asked == ["owner/photographs", "photographs"]
     assert "--dataset_metadata" in refused("owner/photographs", dataset_metadata="metadata.csv")
@@ -816,7 +816,7 @@ def test_a_dataset_in_another_one_doubles_items(tmp_path):
             metadata.read_datasets(of_several(tmp_path / "all", tmp_path / inner))
 
 
-def test_one_picture_may_have_two_captions(tmp_path):
+def test_one_image_may_have_two_captions(tmp_path):
     folder_of(tmp_path, {"all/cats/b.png": "two"})
     write(tmp_path / "all" / "cats" / "metadata.jsonl", '{"file_name": "b.png", "text": "deux"}')
     write(tmp_path / "all" / "metadata.jsonl", '{"file_name": "cats/b.png", "text": "zwei"}')
@@ -864,7 +864,7 @@ def test_a_clip_and_its_text_in_different_normal_forms_belong_together(tmp_path)
     assert [row.caption for row in read_clips(tmp_path)] == ["two", "one"]
 
 
-def test_a_folder_of_pictures_with_a_text_of_its_name_is_one_item(tmp_path):
+def test_a_folder_of_images_with_a_text_of_its_name_is_one_item(tmp_path):
     for name in ("clip.v2/0.png", "clip.v2/1.jpg", "sub/deep/0.png", "loose/0.png", "mixed/0.png", "mixed/a.mp4"):
         write(tmp_path / name)
     for name in ("clip.v2", "sub/deep", "sub", "loose/0", "mixed", "mixed/0", "mixed/a"):
@@ -878,7 +878,7 @@ def test_a_folder_of_pictures_with_a_text_of_its_name_is_one_item(tmp_path):
         ("sub/deep", "caption of sub/deep"),
     ]
     assert [row.content for row in rows] == [tmp_path / row.id for row in rows]
-    # Without being asked, a folder is a place and its pictures are the items.
+    # Without being asked, a folder is a place and its images are the items.
     rows = read_rows(tmp_path, allow_missing_captions=True)
     assert [row.id for row in rows] == [
         *("clip.v2/0.png", "clip.v2/1.jpg", "loose/0.png", "mixed/0.png", "mixed/a.mp4", "sub/deep/0.png")
@@ -938,13 +938,13 @@ def test_hugging_face_datasets_of_clips(tmp_path, embedded):
         assert "no media column (image)" in refused(tmp_path / name)
 
 
-def test_hugging_face_columns_of_plain_paths_and_of_pictures(tmp_path):
+def test_hugging_face_columns_of_plain_paths_and_of_images(tmp_path):
     clip = write(tmp_path / "a.mp4")
     datasets.Dataset.from_dict({"video": [str(clip)], "text": ["one"]}).save_to_disk(tmp_path / "paths")
     assert [row.content for row in read_clips(tmp_path / "paths")] == [clip]
-    data, pictures = picture_dataset(tmp_path / "source", ["one"])
-    data.save_to_disk(tmp_path / "pictures")
-    assert [row.content for row in read_clips(tmp_path / "pictures")] == pictures
+    data, images = image_dataset(tmp_path / "source", ["one"])
+    data.save_to_disk(tmp_path / "images")
+    assert [row.content for row in read_clips(tmp_path / "images")] == images
     data.add_column("video", [str(clip)]).save_to_disk(tmp_path / "both")
     with pytest.raises(RefusedError, match=r"several media columns \(image, video\): name it by --media_column"):
         read_clips(tmp_path / "both")

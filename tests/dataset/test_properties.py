@@ -1,7 +1,7 @@
 """Whatever dataset is written comes back as it was written, or is refused for a reason that can be stated.
 
 What is expected follows from what was generated alone: which rows are to be refused and why, and which id, caption and
-size all others have. Every picture of a dataset has a size of its own, so that a caption at the wrong one shows.
+size all others have. Every image of a dataset has a size of its own, so that a caption at the wrong one shows.
 """
 
 import codecs
@@ -64,7 +64,7 @@ class Written(NamedTuple):
 
     Args:
         name: Of the file in the dataset's folder.
-        spelling: Of the name in the table, or of the text beside the file.
+        spelling: Of the name in the table, or of the text next to the file.
         caption: As it is written.
     """
 
@@ -77,7 +77,7 @@ class Dataset(NamedTuple):
     """What is written.
 
     Args:
-        suffix: Of the table; ".txt" for texts beside the files.
+        suffix: Of the table; ".txt" for texts next to the files.
         table: Relative to the dataset's folder.
         columns: Of files and captions.
         extra: Columns and their values, one for all rows.
@@ -129,7 +129,7 @@ def datasets(draw):
     rows = [Written(name, draw(spellings(name, names, suffix)), draw(captions)) for name in names]
     if suffix != ".txt" and not draw(st.integers(0, 7)):
         rows.append(Written(rows[0].name, rows[0].spelling, draw(captions)))
-    place, stem = draw(st.sampled_from([("", "metadata"), ("", "Metadata"), ("tables", "a #1"), ("../beside", "b")]))
+    place, stem = draw(st.sampled_from([("", "metadata"), ("", "Metadata"), ("tables", "a #1"), ("../sibling", "b")]))
     table = f"{place}/{stem}".lstrip("/") + draw(st.sampled_from([suffix, suffix.upper()]))
     encoding = draw(st.sampled_from(["utf-8"] * 5 + [*MARKS, *MARKS, "cp1252", "utf-16-le-bare"]))
     return Dataset(suffix, table, columns, extra, order, rows, encoding, form, draw(st.booleans()))
@@ -183,7 +183,7 @@ def problems_of_caption(dataset, caption):
 
 
 def expect_texts(dataset):
-    """Returns (row, problems) for each row that must be found beside its text, in order."""
+    """Returns (row, problems) for each row that must be found next to its text, in order."""
     visible = [row for row in dataset.rows if not any(part.startswith(".") for part in row.name.split("/"))]
     stems = collections.Counter(key(row.name.rpartition(".")[0]) for row in visible)
     expected = []
@@ -228,14 +228,14 @@ def problems_of_table(dataset, misread):
 # Writing
 
 
-def picture(width, height):
+def image(width, height):
     buffer = io.BytesIO()
     Image.new("RGB", (width, height)).save(buffer, "png")
     return buffer.getvalue()
 
 
 SIZES = [(20, 30), (31, 21), (22, 22), (40, 23)]
-PICTURES = [picture(*size) for size in SIZES]
+IMAGES = [image(*size) for size in SIZES]
 
 
 def write(path, data):
@@ -299,7 +299,7 @@ def check(dataset):
         folder, sizes = Path(parent, FOLDER), {}
         for row in dataset.rows:
             number = sizes.setdefault(row.name, len(sizes))
-            write(folder / row.name, PICTURES[number])
+            write(folder / row.name, IMAGES[number])
         if dataset.suffix == ".txt":
             for row in dataset.rows:
                 write(folder / row.spelling, encode(row.caption, dataset.encoding)[0])

@@ -359,11 +359,11 @@ def test_a_dataset_of_which_nothing_is_left_is_refused(tmp_path):
     assert "  6.mkv: 4 frames at 16 fps" in message
 
 
-# Pictures and folders
+# Images and folders
 
 
-def test_a_picture_is_a_clip_of_one_frame(tmp_path):
-    """Reference: what the path for pictures makes of the same file, turned by its orientation tag."""
+def test_an_image_is_a_clip_of_one_frame(tmp_path):
+    """Reference: what the path for images makes of the same file, turned by its orientation tag."""
     exif = Image.Exif()
     exif[0x0112] = 6
     pixels = np.random.default_rng(0).integers(0, 256, (60, 100, 3), dtype=np.uint8)
@@ -533,8 +533,8 @@ def test_pixels_that_are_not_square_are_shown_as_they_should(tmp_path, stored, a
     assert_round(levels)
 
 
-def test_frames_take_the_path_of_pictures(tmp_path):
-    """Reference: the same pixels as a PNG, through the path for pictures. A condition is cut from the clip itself."""
+def test_frames_take_the_path_of_images(tmp_path):
+    """Reference: the same pixels as a PNG, through the path for images. A condition is cut from the clip itself."""
     pixels = noise(70, 110)
     path = write_clip(tmp_path / "a.mkv", [pixels] * 5)
     Image.fromarray(pixels).save(tmp_path / "a.png")
@@ -873,10 +873,10 @@ def bad_files(folder):
     place = packet_ends(front)[1]
     middle[place : place + 500] = np.random.default_rng(0).bytes(500)
     (folder / "middle.mp4").write_bytes(middle)
-    (folder / "picture.png").write_bytes(b"\x89PNG\r\n")
+    (folder / "image.png").write_bytes(b"\x89PNG\r\n")
     os.mkfifo(folder / "pipe.mp4")
     names = ["front", "end", "empty", "header", "index only", "text", "sound", "middle", "missing", "pipe"]
-    return [*(folder / f"{name}.mp4" for name in names), folder / "zeros.mkv", folder / "picture.png"]
+    return [*(folder / f"{name}.mp4" for name in names), folder / "zeros.mkv", folder / "image.png"]
 
 
 def test_all_bad_files_come_in_one_error_at_once(tmp_path, capfd):
@@ -897,17 +897,17 @@ def test_all_bad_files_come_in_one_error_at_once(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_cover_picture_is_no_video(tmp_path):
-    """What music files have: a picture in a stream of its own."""
-    picture = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(picture, "PNG")
+def test_a_cover_image_is_no_video(tmp_path):
+    """What music files have: an image in a stream of its own."""
+    image = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(image, "PNG")
     path = tmp_path / "a.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("png", rate=1)
         stream.width = stream.height = 64
         stream.pix_fmt = "rgb24"
         stream.disposition = av.stream.Disposition.attached_pic
-        packet = av.Packet(picture.getvalue())
+        packet = av.Packet(image.getvalue())
         packet.stream, packet.pts, packet.dts, packet.time_base = stream, 0, 0, Fraction(1)
         container.mux(packet)
     assert "a.mp4 cannot be used: it has no video stream" in refused(path)
@@ -916,15 +916,15 @@ def test_a_cover_picture_is_no_video(tmp_path):
 def test_a_colour_profile_in_the_frames_does_not_end_the_process(tmp_path):
     """PyAV frees its name twice once side data is listed; here in a process of its own, with the heap checked."""
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    picture = io.BytesIO()
-    Image.new("RGB", (64, 64), (200, 100, 50)).save(picture, "PNG", icc_profile=profile)
+    image = io.BytesIO()
+    Image.new("RGB", (64, 64), (200, 100, 50)).save(image, "PNG", icc_profile=profile)
     path = tmp_path / "a.mov"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("png", rate=16)
         stream.width = stream.height = 64
         stream.pix_fmt = "rgb24"
         for n in range(5):
-            packet = av.Packet(picture.getvalue())
+            packet = av.Packet(image.getvalue())
             packet.stream, packet.pts, packet.dts, packet.time_base = stream, n, n, Fraction(1, 16)
             packet.is_keyframe = True
             container.mux(packet)
@@ -999,8 +999,8 @@ def test_what_it_is_decides_and_not_its_name(tmp_path):
     assert "clip.jpg is not an image that Pillow can read" in refused(tmp_path / "clip.jpg")
     exif = Image.Exif()
     exif[0x0112] = 6
-    Image.new("RGB", (96, 64)).save(tmp_path / "picture.mp4", "JPEG", exif=exif)
-    assert inspect(tmp_path / "picture.mp4")[0]["source"] == {"size": [64, 96], "frames": 1, "fps": None}
+    Image.new("RGB", (96, 64)).save(tmp_path / "image.mp4", "JPEG", exif=exif)
+    assert inspect(tmp_path / "image.mp4")[0]["source"] == {"size": [64, 96], "frames": 1, "fps": None}
     write_clip(tmp_path / "a.gif", greys(5), 16, "gif", "gray").rename(tmp_path / "gif.png")
     assert indices(load(tmp_path / "gif.png")[1]) == list(range(5))
 
@@ -1090,7 +1090,7 @@ def test_damaged_files_decode_or_are_refused(tmp_path_factory, name, data):
 def test_files_are_closed(tmp_path):
     clips = [write_clip(tmp_path / f"a.{container}", greys(5), 16, *CONTAINERS[container]) for container in CONTAINERS]
     records = inspect(*clips, num_frames=1)
-    bad = [path for path in bad_files(tmp_path) if path.name != "picture.png"]
+    bad = [path for path in bad_files(tmp_path) if path.name != "image.png"]
 
     def num_open_files():
         return len(os.listdir("/proc/self/fd"))
