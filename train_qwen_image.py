@@ -12,7 +12,7 @@ import functools
 from training import command
 
 
-# What --help says, and the defaults.
+# What --help shows, and the defaults.
 VALUES = {
     "divisor": 16,
     "height": 1024,

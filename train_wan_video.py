@@ -12,7 +12,7 @@ import functools
 from training import command
 
 
-# What --help says; the defaults themselves depend on the model and stand in its `WanVariant`.
+# What --help shows; the defaults themselves depend on the model and are in its `WanVariant`.
 VALUES = {
     "flags": ("num_frames", "fps", "clip_part", "task", "expert", "validation_image"),
     "divisor": "16 (TI2V-5B: 32)",

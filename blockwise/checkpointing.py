@@ -49,7 +49,7 @@ def gradient_checkpoint_forward(
             The same, with the tensors that only this block keeps alive parked in host memory meanwhile. Implies
             checkpointing.
         *args, **kwargs:
-            The block's arguments. Tensors are found in them wherever they stand in tuples, lists, dicts and
+            The block's arguments. Tensors are found in them wherever they are in tuples, lists, dicts and
             dataclasses.
 
     Returns:
@@ -106,7 +106,7 @@ def gradient_checkpoint_forward(
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """Stands in a template for the tensor of this index."""
+    """Replaces, in a template, the tensor of this index."""
 
     index: int
 

@@ -169,7 +169,7 @@ class Peak:
 
 @dataclasses.dataclass
 class ShrunkModel:
-    """A transformer with few of its blocks, which stand for all of them.
+    """A transformer with few of its blocks, which represent all of them.
 
     Args:
         transformer (`nn.Module`)

@@ -23,7 +23,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_
 
 
 class OutOfMemory(RuntimeError):
-    """No memory is left; one paragraph says where, and what would help."""
+    """No memory is left; one paragraph names the place and what would help."""
 
 
 class MemoryLog:
@@ -35,7 +35,7 @@ class MemoryLog:
     Attributes:
         points (`list[dict]`): What `point` recorded.
         watched (`Watch` or None): The last training that `watch` followed.
-        parking (`dict` or None): What `offload.counters` said of the last optimizer step, if someone sets it.
+        parking (`dict` or None): What `offload.counters` returned for the last optimizer step, if someone sets it.
         forecast_bytes (`int` or None): Predicted peak of the training, if someone sets it.
         suggestions (callable or None): If someone sets it: function from the phase, "training" or None (another), to
             a list of settings that would save memory, as pairs of text and bytes. Called when memory has run out.
@@ -246,7 +246,7 @@ class Watch:
         samples (`list[tuple]`): (event, bytes, by category, parked bytes), where events are the operations that made
             tensors, counted; at most `MAX_SAMPLES`, each the highest of its stretch.
         marks (`list[tuple]`): (event, what ended there).
-        is_open (`bool`): Whether it goes on.
+        is_open (`bool`): Whether it continues.
     """
 
     def __init__(self, log, module, optimizer, *, device_type, average=()):

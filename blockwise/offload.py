@@ -83,7 +83,7 @@ def pool_bytes():
 
 
 def reset_counters():
-    """Set the counters to zero; those of what is alive go on describing it, and the peak starts from there."""
+    """Set the counters to zero; those of what is alive keep describing it, and the peak starts from there."""
     for copier in _copiers.values():
         copier.reset_waits()
     alive = _counters["pool_bytes"]
@@ -302,7 +302,7 @@ def _park(block, tensors):
     def kind(tensor, block, position):
         if position in buffers:
             return ParkedTensor(tensor, block, position, group, buffers[position])
-        # Taken note of as well, so that it is known as shared if another call brings it.
+        # Recorded as well, so that it is known as shared if another call brings it.
         return KeptTensor(tensor, block, position)
 
     sightings = ((tensor, first_sighting(block, position, tensor, kind)) for position, tensor in enumerate(tensors))

@@ -48,7 +48,7 @@ class InstalledPlan(contextlib.ExitStack):
 
 
 def install_plan(transformer, plan):
-    """Let the blocks of a transformer live as a `MemoryPlan` says; return the `InstalledPlan`.
+    """Put the blocks of a transformer under a `MemoryPlan`; return the `InstalledPlan`.
 
     ValueError: The plan has other blocks than the transformer, or there is one already. A forward with gradients
     raises a RuntimeError if it does not call each planned block through the dispatcher.

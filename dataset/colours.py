@@ -1,8 +1,8 @@
 """What files say of their colours outside an ICC profile, and how it is converted: one rule for images and clips.
 
-Whatever says something other than sRGB becomes an ICC profile, by which the pixels are converted to sRGB as by an
-embedded one; what cannot be converted is refused by its name. A file that says nothing, sRGB, BT.709 or a gamma near
-2.2, keeps its pixels: the camera curves of SDR video are shown by screens whose own curve is about sRGB's.
+Whatever declares something other than sRGB becomes an ICC profile, by which the pixels are converted to sRGB as by an
+embedded one; what cannot be converted is refused by its name. A file with no declaration, sRGB, BT.709 or a gamma near
+2.2 keeps its pixels: the camera curves of SDR video are shown by screens whose own curve is about sRGB's.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ def expand_range(image):
 
 
 def profile_of_image(image):
-    """Returns the ICC profile of an image, in whichever way its file says its colours.
+    """Returns the ICC profile of an image, however its file declares its colours.
 
     The first of these counts: PNG's cICP, an embedded profile, other numbers of its format, EXIF and TIFF tags.
 
@@ -134,11 +134,11 @@ def profile_of_image(image):
         image: A `PIL.Image.Image` that was opened and is not loaded yet.
 
     Returns:
-        The profile, bytes that are empty for sRGB, or None where it says nothing; and whether the pixels have the
+        The profile, bytes that are empty for sRGB, or None where it declares nothing; and whether the pixels have the
         limited range.
 
     Raises:
-        ValueError: What it says cannot be converted.
+        ValueError: What it declares cannot be converted.
     """
     position = image.fp.tell()
     image.fp.seek(0)
@@ -181,13 +181,13 @@ def _png_profile(image):
 def _avif_profile(image):
     import av
 
-    # Its decoder applies matrix and range, and says nothing of the rest.
+    # Its decoder applies matrix and range, and reports nothing of the rest.
     try:
         with av.open(io.BytesIO(image.fp.read()), options={"format_whitelist": "mov"}) as container:
             context = container.streams.best("video").codec_context
             return profile_of_numbers(context.color_primaries, context.color_trc)
     except av.FFmpegError as error:
-        raise ValueError(f"what it says of its colours cannot be read (FFmpeg says {error.strerror!r})") from error
+        raise ValueError(f"what it declares of its colours cannot be read (FFmpeg: {error.strerror!r})") from error
 
 
 def _bmp_profile(image):

@@ -1,6 +1,6 @@
 """What encoders make of a dataset: which entries of the cache its samples are read from, and how those are made, once.
 
-A model family says of each item which entries it has, from which of its files and texts (`Encoding`).
+A model family states which entries each item has, from which of its files and texts (`Encoding`).
 """
 
 import collections
@@ -134,7 +134,7 @@ def count_caption_tokens(items, further_captions, count_tokens):
 
     Args:
         items (`list[Item]`): Of those that are used.
-        further_captions (`list[str]`): The one that stands for dropped ones, and prompts of previews.
+        further_captions (`list[str]`): The one that replaces dropped ones, and prompts of previews.
         count_tokens (`Callable[[str], tuple[int, int]]`): Returns the tokens of a caption and how many are kept.
 
     Returns:

@@ -179,7 +179,7 @@ def to_srgb(image, profile):
 
 
 def cover_and_crop(image, height, width):
-    """Scales an image until it covers the size, aspect kept, and crops what stands out evenly on both sides.
+    """Scales an image until it covers the size, aspect kept, and crops the rest evenly on both sides.
 
     Args:
         image: A `PIL.Image.Image`.
@@ -243,7 +243,7 @@ def _decide(row, measured, sizing):
 
 
 def read_image(row, record):
-    """Reads an image at the size that its record says.
+    """Reads an image at the size in its record.
 
     Args:
         row: A `dataset.metadata.Row`.

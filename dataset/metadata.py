@@ -76,7 +76,7 @@ class Row:
 
     Args:
         id: Unique name: the path relative to the dataset with forward slashes, or `split/index` for a Hugging Face
-            dataset, whose items need not have a path. With several datasets the name of its own stands before it.
+            dataset, whose items need not have a path. With several datasets its own name comes before it.
         caption: The text without blanks around it and with line feeds as line ends; empty where there is none.
         media: The files by their role, a tuple for each: the path of an image, a video or a folder of frames, or where
             a dataset embeds it. "target" is the one that is trained on, the others are of `tables.ROLE_COLUMNS`.
@@ -203,7 +203,7 @@ def read_rows(
         caption_column: Column of the captions, if it has none of the known names.
         allow_missing_captions: Gives items without a caption the caption `""` instead of refusing them.
         media_suffixes: Which files of a folder are items, in lower case. Other images and clips are items only with a
-            text of their own, and what reads them says what is wrong. With suffixes of videos among them, a Hugging
+            text of their own, and what reads them reports what is wrong. With suffixes of videos among them, a Hugging
             Face dataset may have a column of videos.
         frame_folders: Whether a folder can be one item: where it holds images only and a text of its name is next to
             it, or where a row names it. Its images are no items then.
@@ -532,7 +532,7 @@ def _find_file(value, base, folder, frame_folders):
     spellings = [value, slashed, unicodedata.normalize("NFC", slashed), unicodedata.normalize("NFD", slashed)]
     candidates = [(spelling, place) for spelling in spellings for place in (base, folder)]
     for spelling, place in list(candidates):
-        # images/a.jpg in images/metadata.csv: the folder's own name stands in front once more.
+        # images/a.jpg in images/metadata.csv: the folder's own name is in front once more.
         parts, ends = spelling.split("/"), place.split(os.sep)
         for n in range(1, len(parts)):
             if parts[:n] == ends[-n:]:

@@ -1,8 +1,8 @@
 """Decodes clips and brings them to the length, rate and size they train at: file -> frames -> (3, F, H, W) tensor.
 
 A clip is a video file, an animated gif, a folder of frames, or an image, which is a clip of one frame. What a
-container says about its frames is often wrong, so they are decoded and counted, and their times are read, once before
-a model loads. From then on the record of a clip names its frames.
+container declares about its frames is often wrong. So they are decoded and counted, and their times are read, once
+before a model loads. From then on the record of a clip names its frames.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ def inspect_clips(rows, sizing, *, fps, clip_part, min_frames=1, **how):
     Returns:
         A list of `dataset.inspection.Item`. In a record `used` is None where `decision` is "dropped", and holds
         `size` (width, height), `frames`, `fps` and `source_frames`, the index of each used frame in its source, where
-        it is "used". `reason` says what was changed, or why the clip was dropped.
+        it is "used". `reason` is what was changed, or why the clip was dropped.
 
     Raises:
         RefusedError: If clips are bad, or all are dropped; lists all of them with their reasons.
@@ -212,7 +212,7 @@ def _frame_files(folder, name):
         raise RefusedError(f"{name} is a folder without images ({', '.join(IMAGE_SUFFIXES)}).")
 
     def natural(file):
-        # Digits stand at the odd places, so that numbers are compared with numbers only.
+        # Digits are at the odd places, so that numbers are compared with numbers only.
         parts = re.split(r"([0-9]+)", file)
         return [int(part) if n % 2 else part for n, part in enumerate(parts)], file
 
@@ -301,7 +301,7 @@ def _open_video(media, name, num_threads):
         num_threads: Threads of the decoder, 0 for as many as it likes.
 
     Yields:
-        The `av` container, its video stream, and what the container says of its colours; see `_stated`.
+        The `av` container, its video stream, and what the container declares about its colours; see `_stated`.
     """
     try:
         # Not by its name, in which FFmpeg would look for protocols and patterns.
@@ -367,7 +367,7 @@ def _frames(container, stream):
             time = time + interval if frame.pts is None else float(frame.pts * stream.time_base)
             yield frame, time, float((frame.duration or 0) * stream.time_base)
             index += 1
-    # What is left out at the end is no error for FFmpeg, and each kind of container says in its own way what it holds.
+    # What is missing at the end is no error for FFmpeg. Each kind of container declares in its own way what it holds.
     is_cut = {
         # Times at which no new frame is shown have no packets.
         "avi": last_dts + 1 < stream.frames,
@@ -375,7 +375,7 @@ def _frames(container, stream):
         "mov,mp4,m4a,3gp,3g2,mj2": num_packets < len(stream.index_entries),
         # Which round to milliseconds.
         "matroska,webm": end + max(interval / 2, 0.002) < (container.duration or 0) / av.time_base,
-        # FFmpeg does not believe the duration in a file that is shorter than its header says.
+        # FFmpeg does not believe the duration in a file that is shorter than its header declares.
         "asf": not container.duration,
     }
     if is_cut.get(container.format.name):
@@ -402,13 +402,13 @@ def _decoder(stream):
 
 
 def _stated(of):
-    """Returns what a codec context or a frame says: primaries, curve, matrix and range, as numbers of ITU-T H.273."""
+    """Returns primaries, curve, matrix and range of a codec context or a frame, as numbers of ITU-T H.273."""
     return of.color_primaries, of.color_trc, of.colorspace, of.color_range
 
 
 def _side_data(frame, stream):
     """Returns the side data of a frame by its type, or None where it cannot be listed."""
-    # PyAV 18 frees what the decoder of PNG says of a colour profile a second time, once it has listed it, which ends
+    # PyAV 18 frees the colour profile of the decoder of PNG a second time, once it has listed it, which ends
     # the process.
     if stream.codec_context.name not in ("apng", "png"):
         # It lists none where one is of a kind that it does not know, as EXIF in Motion JPEG.
@@ -423,7 +423,7 @@ def _colours(frame, stream, stated):
     Args:
         frame: Decoded.
         stream: It is of.
-        stated: What the container says, which some decoders drop, and others replace by what the stream says.
+        stated: What the container declares, which some decoders drop and others replace by what the stream declares.
 
     Returns:
         The ICC profile, empty or None for sRGB; the number of the matrix for swscale, None without one; the range.
@@ -439,8 +439,8 @@ def _colours(frame, stream, stated):
     (profile,) = profiles
     color_range = ranges[0] or ranges[1]
     if frame.format.is_rgb or frame.format.has_palette or len(frame.format.components) < 3:
-        # Grey has no matrix, but may be tagged as RGB. Where HEVC says nothing, its decoder says the limited range, to
-        # which encoders do not convert grey.
+        # Grey has no matrix, but may be tagged as RGB. Without a declaration the decoder of HEVC
+        # reports the limited range, to which encoders do not convert grey.
         if stream.codec_context.name == "hevc" and not frame.format.is_rgb:
             color_range = ColorRange.JPEG
         return profile, None, color_range or ColorRange.JPEG

@@ -1,6 +1,6 @@
 """What training asks of a model: each file of this folder answers it with one subclass of `Family`.
 
-All that differs between models stands in such a subclass, and nothing of it anywhere else.
+All that differs between models is in such a subclass, and nothing of it anywhere else.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class Family:
     min_frames = 1
     # Height and width in pixels are multiples of it.
     divisor = 16
-    # What stands for a caption that is dropped.
+    # What replaces a caption that is dropped.
     dropped_caption = ""
     # The tensors of a caption (L, ...) whose L differs from caption to caption: they are padded, with a mask.
     padded = ("prompt_embeds",)
@@ -150,7 +150,7 @@ class Family:
         raise NotImplementedError
 
     def sigma_shift(self, height, width):
-        """Return by how much sigmas are shifted at a size in pixels, where no flag says so."""
+        """Return by how much sigmas are shifted at a size in pixels, where no flag sets it."""
         raise NotImplementedError
 
     # ---- its encoders
@@ -160,7 +160,7 @@ class Family:
 
         Args:
             item (`dataset.inspection.Item`)
-            caption (`str`): Its own, or the one that stands for it when it is dropped.
+            caption (`str`): Its own, or the one that replaces it when it is dropped.
 
         Yields:
             `tuple[str, tuple[str, ...], tuple[str, ...]]`: Which encoder, `"captions"` or `"media"`; from which texts;

@@ -106,7 +106,7 @@ def check_weights(
 
     Raises:
         OSError: There is no such file.
-        ValueError: It is cut short, a pointer of Git LFS, or of another model than the config says.
+        ValueError: It is cut short, a pointer of Git LFS, or of a model other than that of the config.
     """
     is_here = os.path.isdir(pretrained_model_name_or_path)
     root = find_folder(pretrained_model_name_or_path, revision)
@@ -256,7 +256,7 @@ def load_transformer(
     if not _is_single_file(transformer_path):
         return model_class.from_pretrained(transformer_path, dtype=dtype)
     # Not by `from_single_file`, which in bf16 rounds what `from_pretrained` keeps in fp32. Such a file has no config;
-    # that of the pipeline says how large the model is.
+    # that of the pipeline tells how large the model is.
     transformer = load_transformer_skeleton(
         model_class, pretrained_model_name_or_path, transformer_path=transformer_path, subfolder=subfolder, **hub
     )
@@ -290,7 +290,7 @@ def load_transformer_skeleton(
     subfolder="transformer",
     **hub,
 ):
-    """Build a transformer from its config alone, without memory for its weights, to look at names, shapes and dtypes.
+    """Build a transformer from its config alone, without memory for its weights, to inspect names, shapes and dtypes.
 
     Raises:
         OSError: There is no such folder or file.
@@ -321,6 +321,6 @@ def describe(transformer):
 
 @built_from("scheduler")
 def load_scheduler(scheduler_class, pretrained_model_name_or_path, **hub):
-    """Load a scheduler, whose config says how sigmas are shifted."""
+    """Load a scheduler, whose config states how sigmas are shifted."""
     hub.pop("variant", None)  # there are no weights to choose from
     return scheduler_class.from_pretrained(pretrained_model_name_or_path, subfolder="scheduler", **hub)

@@ -8,7 +8,7 @@ J width of the text encoder, I tokens of one image embedding (257), D width of t
 import dataclasses
 import re
 
-import ftfy  # noqa: F401  without it the stock pipeline leaves out a part of its cleaning of prompts, and says nothing
+import ftfy  # noqa: F401  without it the stock pipeline leaves out a part of its cleaning of prompts, without a warning
 import torch
 from accelerate import init_empty_weights
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel

@@ -32,7 +32,7 @@ def parse_args(argv, *, description, values, resolve=True):
             Shown by `--help`.
         values (`dict[str, Any]`):
             What differs between model families: the optional `flags` of this one, the defaults of
-            `resolve_for_model` (or what the help text says of them), the default `timestep_sampling`, and the
+            `resolve_for_model` (or what the help text shows for them), the default `timestep_sampling`, and the
             descriptions `sigma_shift`, `dropped_caption` and `described_negative_prompt`.
         resolve (`bool`):
             False where defaults depend on the model, not only on the family: call `resolve_for_model` as soon as the

@@ -146,7 +146,7 @@ def refuse_changed_settings(args, settings, path):
     """
     for name, before in settings.items():
         now = json.loads(json.dumps(getattr(args, name, None)))
-        # With two experts the first one's length says where the second begins.
+        # With two experts the first one's length tells where the second begins.
         is_fixed = getattr(args, "expert", None) == "both" and name in ("max_train_steps", "num_train_epochs")
         if now != before and (is_fixed or name not in ROWS or not ROWS[name].may_change):
             label = ROWS[name].label if name in ROWS else name

@@ -1,4 +1,4 @@
-"""What a run will need, said before anything is loaded: device memory by category and phase, and host memory."""
+"""What a run will need, forecast before anything is loaded: device memory by category and phase, and host memory."""
 
 import copy
 import dataclasses
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
-# Said to users where a device's own size is compared: its context, workspaces of its libraries, rounding.
+# Shown to users where a device's own size is compared: its context, workspaces of its libraries, rounding.
 RESERVED_BYTES = GIB
 
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2")

@@ -15,7 +15,7 @@ from runtime.errors import RefusedError
 
 _DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED")
 
-# What may stand in a DeepSpeed config: what the flags or the code take into account, and what only measures.
+# What a DeepSpeed config may contain: what the flags or the code take into account, and what only measures.
 _DEEPSPEED_KEYS = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("zero_optimization", "activation_checkpointing", "bf16", "fp16", "communication_data_type"),

@@ -1,4 +1,4 @@
-"""The training loop, in Accelerate's words and order, and what stands right before and after it."""
+"""The training loop, in Accelerate's words and order, and what comes right before and after it."""
 
 import contextlib
 import dataclasses

@@ -39,7 +39,7 @@ def check_paths(args):
     named = [(f"--{name}", getattr(args, name)) for name in ("output_dir", "cache_dir", "resume_from_checkpoint")]
     for setting, path in [*named, *read]:
         if path is not None and path.startswith("~") and not os.path.exists(path):
-            raise RefusedError(f"{setting} {path}: ~ stands for no folder here; write {os.path.expanduser(path)}.")
+            raise RefusedError(f"{setting} {path}: ~ is not expanded here; write {os.path.expanduser(path)}.")
     for setting, path in read:
         is_local = setting in ("--transformer_path", "--lora_init_path")
         if setting.startswith(("--dataset_metadata", "--validation_image")) or os.path.exists(path):

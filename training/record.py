@@ -96,7 +96,7 @@ class RunRecord:
         validations = [json.loads(file.read_text(encoding="utf-8")) for file in files]
         with whole_file(self.output_dir / "metrics.png") as path:
             draw_metrics(path, lines, sorted((record["step"], record["loss"]) for record in validations))
-        self._write()  # last: it says that all else is there
+        self._write()  # last: it means that all else is there
         print("\n".join(compare_forecast(self.content["forecast"], measured)))
         parking = self.log.parking
         if measured["parked_bytes"] or (parking and parking["blocks_refused"]):

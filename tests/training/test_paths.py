@@ -176,7 +176,7 @@ def test_what_cannot_be_on_the_hub_is_refused_at_once(setting, path, check, monk
 )
 def test_a_tilde_is_no_folder(setting, check, monkeypatch):
     monkeypatch.setenv("HOME", "/home/you")
-    with pytest.raises(RefusedError, match=f"--{setting} ~/x: ~ stands for no folder here; write /home/you/x"):
+    with pytest.raises(RefusedError, match=f"--{setting} ~/x: ~ is not expanded here; write /home/you/x"):
         check(**{setting: "~/x"})
 
 
