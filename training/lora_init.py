@@ -78,7 +78,7 @@ def read_initial_lora(args, family, stage, targets):
 
 
 def check_base_of_lora(args, stage, weights):
-    """Check that the LoRA of `--lora_init_path` was trained on the weights of this run, if it says on which.
+    """Check that the LoRA of `--lora_init_path` was trained on the weights of this run, if it names them.
 
     Args:
         args (`argparse.Namespace`), stage (`Stage`)

@@ -819,5 +819,5 @@ def test_enlargement_is_reported(tmp_path, caplog):
     inspect(rows, max_pixels=1024**2)
     assert not caplog.text
     inspect(rows)
-    assert "7 images are enlarged more than 2 times:\n  0.png: 48x31 to 96x64, 2.1 times" in caplog.text
+    assert "7 of 8 images are enlarged more than 2 times:\n  0.png: 48x31 to 96x64, 2.1 times" in caplog.text
     assert "and 2 more" in caplog.text and "twice.png" not in caplog.text
