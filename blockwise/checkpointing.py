@@ -165,9 +165,8 @@ class _InputVersions:
         for alias, version in self.watched:
             if alias._version != version:
                 raise RuntimeError(
-                    f"An input of {self.name} has been modified by an inplace operation, in the block or after its "
-                    "call. With gradient checkpointing the block is run again from its inputs, so they must stay as "
-                    "they were: make the change out of place, or switch checkpointing off for this block."
+                    f"An input of {self.name} has been modified by an inplace operation, but the block is recomputed "
+                    "from it: make the change out of place, or switch checkpointing off for this block."
                 )
 
 
@@ -220,16 +219,15 @@ def configure_deepspeed_checkpointing(
                 raise ValueError(f"{where}: {key} needs tensor parallelism, which is not used here. Remove it.")
         elif key not in options:
             raise ValueError(f"{where}: unknown key {key!r}, allowed are {', '.join(sorted(options))}.")
+    parks = bool(section.get("cpu_checkpointing"))
     if not (use_gradient_checkpointing or use_gradient_checkpointing_offload):
         raise ValueError(f"{where} has no effect without --use_gradient_checkpointing. Add the flag or remove it.")
-    if use_gradient_checkpointing_offload and not section.get("cpu_checkpointing"):
+    if parks != bool(use_gradient_checkpointing_offload):
+        is_on, is_given = "on" if parks else "off", "not given" if parks else "given"
         raise ValueError(
-            f"--use_gradient_checkpointing_offload: {where} is present, so DeepSpeed does the parking, but its key "
-            "cpu_checkpointing is off. Set it to true, or remove the section."
+            f"{where}: cpu_checkpointing is {is_on}, and --use_gradient_checkpointing_offload {is_given}."
         )
-    if section.get("cpu_checkpointing") and not use_gradient_checkpointing_offload:
-        raise ValueError(f"{where}: cpu_checkpointing is on, but --use_gradient_checkpointing_offload is not given.")
-    if section.get("cpu_checkpointing") and torch.device(device).type == "cpu":
+    if parks and torch.device(device).type == "cpu":
         raise ValueError(f"{where}: cpu_checkpointing cannot work on a CPU device. Set it to false.")
 
     import deepspeed

@@ -520,7 +520,7 @@ def optimizer_bytes(optimizer_class, arguments, shapes):
     """Return what an optimizer keeps of fp32 parameters, and what a step takes in addition for a moment.
 
     Measured on small tensors. What a matrix needs is linear in its number of entries and in that of its rows and
-    columns, which is how the figures of large ones are had; small ones are measured as they are.
+    columns, so large ones are predicted from smaller ones; small ones are measured themselves.
 
     Args:
         optimizer_class (`type`), arguments (`dict`): See `training.optimizers.find_optimizer`.

@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
         self.by_category = collections.Counter()
         self.live_bytes = self.peak_bytes = 0
         self.by_category_at_peak = {}
-        self._known = {}  # address of a storage -> [its category, its bytes, what takes note of its end]
+        self._known = {}  # address of a storage -> [its category, its bytes, what notices its end]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
