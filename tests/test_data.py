@@ -46,6 +46,25 @@ def train(tiny_model, tmp_path):
     return run
 
 
+class Encoded(Exception):
+    """All that a run needs of its data is in the cache."""
+
+
+@pytest.fixture
+def encode(train, monkeypatch):
+    """Function that makes a run as `train` does, up to where its first transformer would be loaded."""
+
+    def stop(*args):
+        raise Encoded
+
+    def run(*args, **kwargs):
+        with pytest.raises(Encoded):
+            train(*args, **kwargs)
+
+    monkeypatch.setattr(run_module, "Stages", stop)
+    return run
+
+
 @pytest.fixture
 def data(photos, tmp_path):
     """A copy of the photographs that a test may change."""
@@ -124,14 +143,14 @@ def test_a_warm_run_equals_a_cold_one_and_looks_at_nothing(family, train, photos
     assert set(forecast["phases"]) == {"training", "export"}, "the forecast knows that no encoder is needed"
 
 
-def test_what_changes_is_encoded_again(train, data, encoded, caplog, tmp_path):
+def test_what_changes_is_encoded_again(encode, data, encoded, caplog, tmp_path):
     caplog.set_level("INFO")
     flags = [*SIZE, "--cache_dir", tmp_path / "cache"]
 
     def again(*more):
         encoded.clear()
         caplog.clear()
-        train(data, *flags, *more)
+        encode(data, *flags, *more)
         return dict(encoded)
 
     assert len(again()["media"]) == 5
@@ -163,17 +182,17 @@ def test_a_dry_run_does_not_count_as_encoding(train, data, caplog, tmp_path):
         assert "cache: 0 of 5 captions are encoded already" in caplog.text
 
 
-def test_another_encoder_makes_other_entries(train, photos, tiny_qwen_image, encoded, tmp_path):
+def test_another_encoder_makes_other_entries(encode, photos, tiny_qwen_image, encoded, tmp_path):
     flags = [*SIZE, "--cache_dir", tmp_path / "cache"]
-    train(photos, *flags)
+    encode(photos, *flags)
     model = shutil.copytree(tiny_qwen_image, tmp_path / "model")
-    train(photos, *flags, "--pretrained_model_name_or_path", model, out="copy")
+    encode(photos, *flags, "--pretrained_model_name_or_path", model, out="copy")
     assert len(encoded["media"]) == 5, "a copy elsewhere is the same encoder"
     path = next((model / "vae").glob("*.safetensors"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    train(photos, *flags, "--pretrained_model_name_or_path", model, out="other")
+    encode(photos, *flags, "--pretrained_model_name_or_path", model, out="other")
     assert len(encoded["media"]) == 10 and len(encoded["captions"]) == 5
 
 
