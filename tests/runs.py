@@ -62,7 +62,7 @@ def run_here(family, argv, *, figures=False):
 
     main = entry_of(family).main
     _freeze_imports()
-    with MemoryLog() as log, contextlib.nullcontext() if figures else _without_figures():
+    with MemoryLog() as log, _forecasts_are_remembered(), contextlib.nullcontext() if figures else _without_figures():
         return main(parse(family, argv), log)
 
 
@@ -71,6 +71,51 @@ def _freeze_imports():
     """Let each later search for garbage leave out what was imported: a run makes several."""
     gc.collect()
     gc.freeze()
+
+
+# Flags that say nothing about the memory of a step.
+_WITHOUT_WEIGHT = (
+    "output_dir",
+    "cache_dir",
+    "dataset_path",
+    "dataset_metadata",
+    "dataset_repeat",
+    "config",
+    "dry_run",
+)
+_WITHOUT_WEIGHT += ("seed", "learning_rate", "lr_scheduler", "lr_warmup_steps", "max_train_steps", "num_train_epochs")
+_WITHOUT_WEIGHT += ("resume_from_checkpoint", "checkpointing_steps", "checkpoints_total_limit", "logging_steps")
+_WITHOUT_WEIGHT += ("validation_prompt", "validation_image", "validation_steps", "validation_split", "report_to")
+_WITHOUT_WEIGHT += ("validation_seed", "num_inference_steps", "negative_prompt", "guidance_scale", "caption_dropout")
+_remembered = {}
+
+
+def _forecasts_are_remembered():
+    """Context in which a forecast takes from earlier runs of this process what it has found out of the same step.
+
+    Most of the time of a tiny run would go into that; forecasts have tests of their own, which are made without this.
+    """
+    from blockwise import offload
+    from training.forecast import RunForecast
+
+    encode, profile = RunForecast._encode, vars(RunForecast)["profile"].func
+
+    def remember(key, make):
+        if key not in _remembered:
+            _remembered[key] = make()
+        return _remembered[key]
+
+    def remembered_encode(self, record):
+        model = [getattr(self.args, name, None) for name in ("pretrained_model_name_or_path", "revision", "task")]
+        used = record["used"]["size"], record["used"]["frames"], max(self.caption_tokens.values())
+        return remember(repr((model, used, self.launch.device_type)), lambda: encode(self, record))
+
+    def remembered_profile(self):
+        flags = {name: value for name, value in vars(self.args).items() if name not in _WITHOUT_WEIGHT}
+        batch = self._heaviest, len(set(self.caption_tokens.values())), offload.MIN_PARKED_BYTES
+        return remember(repr((flags, self.names, batch, self.launch.device_type)), lambda: profile(self))
+
+    return mock.patch.multiple(RunForecast, _encode=remembered_encode, profile=property(remembered_profile))
 
 
 def _without_figures():
