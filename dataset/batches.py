@@ -92,10 +92,7 @@ class BatchPlan:
     @property
     def samples_by_size(self):
         """How many samples of each size an epoch has."""
-        counts = collections.Counter()
-        for (size, _), indices in self._buckets.items():
-            counts[size] += len(indices)
-        return counts
+        return collections.Counter(size for (size, _), indices in self._buckets.items() for _ in indices)
 
     def micro_batches(self, step):
         """Return the micro-batches of an optimizer step, counted from 1: of each, for each process a list of items.
@@ -149,14 +146,12 @@ class BatchPlan:
 
     def describe(self):
         """Return one line on the length of the run, for a person."""
-        last_step, num_samples = self.last_step, self.num_samples
-        least, most = min(self.batch_sizes), max(self.batch_sizes)
-        per_process = most if least == most else f"{least} to {most}"
+        num_samples, most = self.num_samples, max(self.batch_sizes)
         return (
-            f"{last_step} optimizer steps of {num_samples / last_step:.4g} samples on average (up to {per_process} "
-            f"per process and micro-batch x {self.num_processes} processes x "
-            f"{self.batches_per_step // self.num_processes} micro-batches); {self.samples_per_epoch} samples in "
-            f"{self.steps_per_epoch} steps per epoch, {num_samples / self.samples_per_epoch:.4g} epochs"
+            f"{self.last_step} optimizer steps of {num_samples / self.last_step:.4g} samples on average (up to {most} "
+            f"x {self.num_processes} processes x {self.batches_per_step // self.num_processes} micro-batches); "
+            f"{self.samples_per_epoch} samples in {self.steps_per_epoch} steps per epoch, "
+            f"{num_samples / self.samples_per_epoch:.4g} epochs"
         )
 
     def _plan_epoch(self, epoch):

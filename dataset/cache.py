@@ -18,10 +18,12 @@ import pathlib
 import threading
 import time
 
+import safetensors
 import safetensors.torch
 
 from dataset.metadata import frame_names
 from runtime.errors import RefusedError
+from runtime.files import to_disk
 
 
 # Of files that changed more recently than this the times do not tell whether they change again.
@@ -33,17 +35,13 @@ def digest_of(value):
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def installed_version(package):
-    """Return the version of a package, None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def installed_versions(packages):
     """Return {package: version}, None for one that is not installed."""
-    return {package: installed_version(package) for package in packages}
+    versions = dict.fromkeys(packages)
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 class Cache:
@@ -155,12 +153,9 @@ class Cache:
 def is_complete(path):
     """Tell whether an entry is there, with as many bytes as its header states."""
     try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-            return os.fstat(file.fileno()).st_size == 8 + length + max(ends)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, MemoryError):
+        with safetensors.safe_open(path, "pt") as entry:
+            return bool(entry.keys())
+    except (OSError, safetensors.SafetensorError):
         return False
 
 
@@ -174,14 +169,11 @@ def write_entry(path, tensors):
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}))
-            file.flush()
-            os.fsync(file.fileno())
+        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+        to_disk(temporary)
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def read_entry(path):

@@ -16,7 +16,7 @@ from diffusers.training_utils import free_memory
 from tqdm.auto import tqdm
 
 from dataset.batches import map_ahead
-from dataset.cache import installed_versions, is_complete, write_entry
+from dataset.cache import digest_of, installed_versions, is_complete, write_entry
 from dataset.inspection import DECODING, Item, suffix
 from dataset.metadata import first_five
 from runtime.errors import RefusedError
@@ -61,7 +61,7 @@ class Encoding:
             [[digest, suffix(*row.media["target"]), [used.get(name) for name in read]] for row, digest, used in files]
             for files in self.files
         ]
-        return {"texts": self.texts} | ({"files": files, "decoding": DECODING} if files else {})
+        return [self.texts, files, DECODING if files else None]
 
     @property
     def name(self):
@@ -89,7 +89,7 @@ class EncodingPlan:
 
     Attributes:
         missing (`dict[str, dict[pathlib.Path, Encoding]]`):
-            For each kind what is not in the cache of any process, those of the most pixels first.
+            For each kind what is not in the cache of every process, those of the most pixels first.
 
     Raises:
         RefusedError: The processes have different encoders.
@@ -99,11 +99,8 @@ class EncodingPlan:
         self.cache, self.accelerator = cache, accelerator
         # A CPU has no other kernels for it.
         deterministic = accelerator.device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
-        common = {
-            "packages": installed_versions(_ENCODER_PACKAGES),
-            "device": [accelerator.device.type, deterministic],
-        }
-        self._common = {kind: {"encoder": identity} | common for kind, identity in identities.items()}
+        common = installed_versions(_ENCODER_PACKAGES), accelerator.device.type, deterministic
+        self._common = {kind: digest_of([identity, common]) for kind, identity in identities.items()}
         wanted = {self.path(encoding): encoding for encoding in encodings}
         # What one process does not see is missing: machines may have folders of their own.
         seen = gather_from_all(accelerator, {str(path): is_complete(path) for path in wanted})
@@ -111,16 +108,16 @@ class EncodingPlan:
             raise RefusedError("The processes have different encoders or different code; make all machines alike.")
         absent = [path for path in wanted if not all(other[str(path)] for other in seen)]
         absent.sort(key=lambda path: -wanted[path].pixel_bytes)
-        self.missing = {}
-        for kind in identities:
-            self.missing[kind] = {path: wanted[path] for path in absent if wanted[path].kind == kind}
+        self.missing = {
+            kind: {path: wanted[path] for path in absent if wanted[path].kind == kind} for kind in identities
+        }
+        for kind, missing in self.missing.items():
             num_entries = sum(encoding.kind == kind for encoding in wanted.values())
-            there = num_entries - len(self.missing[kind])
-            logger.info("cache: %d of %d %s are encoded already", there, num_entries, kind)
+            logger.info("cache: %d of %d %s are encoded already", num_entries - len(missing), num_entries, kind)
 
     def path(self, encoding):
         """Return where an entry is, or will be (`pathlib.Path`)."""
-        return self.cache.path(encoding.kind, self._common[encoding.kind] | encoding.key)
+        return self.cache.path(encoding.kind, [self._common[encoding.kind], encoding.key])
 
     def paths(self, encodings):
         """Return where the entries of one sample are, as `read_sample` takes them."""

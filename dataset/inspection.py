@@ -127,21 +127,11 @@ def inspect_each(rows, inspector, *, on_bad_sample="error", cache=None, accelera
         raise RefusedError("The dataset has no items.")
     rank, num_processes = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     share = rows[rank::num_processes]
-    # Threads: Pillow and FFmpeg decode without holding Python's lock.
-    # By the handful in large datasets, where most of what there is to do for a row may be to hand it to a thread.
-    handful = 1 if len(share) < 1000 else 32
-    handfuls = [share[n : n + handful] for n in range(0, len(share), handful)]
     shown = rank == 0 and len(share) >= 50
-    results = []
-    with (
-        ThreadPoolExecutor(inspector.max_threads) as pool,
-        tqdm(total=len(share), desc=f"inspecting {inspector.what}", disable=not shown) as bar,
-    ):
-        for done in pool.map(
-            lambda rows: [_inspect(row, inspector, cache, use_file or like_target) for row in rows], handfuls
-        ):
-            results += done
-            bar.update(len(done))
+    # Threads: Pillow and FFmpeg decode without holding Python's lock.
+    with ThreadPoolExecutor(inspector.max_threads) as pool:
+        found = pool.map(lambda row: _inspect(row, inspector, cache, use_file or like_target), share)
+        results = list(tqdm(found, f"inspecting {inspector.what}", len(share), disable=not shown))
     if num_processes > 1:
         gathered = gather_from_all(accelerator, results)
         results = [gathered[n % num_processes][n // num_processes] for n in range(len(rows))]

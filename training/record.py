@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from blockwise import offload
-from dataset.cache import installed_version
+from dataset.cache import installed_versions
 from dataset.report import describe_data
 from runtime.files import whole_file, write_json_lines, write_text
 from runtime.processes import on_main_process
@@ -45,7 +45,7 @@ class RunRecord:
         self.output_dir = pathlib.Path(args.output_dir)
         # The version of torch with its build, which the metadata of its CUDA wheels lack.
         versions = {"python": platform.python_version(), "torch": torch.__version__}
-        versions |= {package: version for package in _PACKAGES if (version := installed_version(package))}
+        versions |= {package: version for package, version in installed_versions(_PACKAGES).items() if version}
         self.content = {
             "arguments": vars(args),
             "versions": versions,
