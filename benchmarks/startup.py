@@ -33,15 +33,20 @@ FLAGS = "--height 256 --width 256 --max_train_steps 12 --mixed_precision no --lo
 # Phase -> the functions that it is made of, by their names in `training.run` or in its family.
 PHASES = {
     "Accelerate": ("start_accelerator",),
-    "configs, tokenizer": ("read_family", "find_optimizer"),
-    "weights checked": ("check_weights", "fetch_weights", "check_base_of_lora", "check_same_weights"),
+    "configs, tokenizer": ("read_family", "optimizers.find_optimizer"),
+    "weights checked": (
+        "check_weights",
+        "fetch_weights",
+        "lora_init.check_base_of_lora",
+        "checkpoints.check_same_weights",
+    ),
     "dataset": ("read_datasets", "inspect_rows", "plan_batches", "count_caption_tokens"),
     "digests, cache": ("encoder_identities", "EncodingPlan"),
     "forecast": ("plan_memory", "RunRecord"),
     "encoding": ("encode_missing", "encoded_dataset"),
     "transformer": ("load_transformer", "make_trainable"),
     "training": ("train",),
-    "result, loaded back": ("save_result", "check_result"),
+    "result, loaded back": ("export.save_result", "export.check_result"),
     "figures, record": ("RunRecord.finish",),
 }
 

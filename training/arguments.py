@@ -205,10 +205,7 @@ def check_length(args, num_steps, *, num_stages=1, num_samples=None):
     falls = not args.lr_scheduler.startswith("constant")
     notes = [
         (2 * (cycles or 0) > falling, f"--lr_num_cycles {cycles}: a cycle has {falling / (cycles or 1):.3g} steps"),
-        (
-            falls and falling == 1,
-            f"--lr_scheduler {args.lr_scheduler} {in_run}: no step is left to fall in",
-        ),
+        (falls and falling == 1, f"--lr_scheduler {args.lr_scheduler} {in_run}: no step is left to fall in"),
         (decay == 0, "--ema_decay 0: the average is always the weights of the last step"),
         (decay_at_end < (decay or 0), f"--ema_decay {decay} {in_run}: the decay only rises to {decay_at_end:.4g}"),
         (skipped >= num_steps, f"--max_skipped_steps {skipped} {in_run}: all of them may be skipped"),

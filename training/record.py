@@ -33,7 +33,7 @@ class RunRecord:
         accelerator (`Accelerator`), args (`argparse.Namespace`)
         log (`MemoryLog`): Is told what to expect, and asked at the end what was measured.
         plan (`MemoryPlan`), forecast (`RunForecast`)
-        data (`Data`): Its `inspected` items, also those that are dropped, and its `batches`.
+        data (`Run`): Its `inspected` items, also those that are dropped, and its `batches`.
         num_tokens (`Callable[[int, int, int], int]`): From height, width and frames to the tokens of a sample.
 
     Raises:
