@@ -25,7 +25,7 @@ from training import flags as rows
 from training.arguments import parse_args, resolve_for_model
 from training.checkpoints import refuse_changed_settings
 from training.ema import WeightAverage
-from training.flags import ROWS
+from training.flags import FIXED, FREE, ROWS
 from training.flow_matching import flow_losses, sigma_law
 from training.model_card import write_model_card
 from training.module import add_lora
@@ -71,7 +71,7 @@ def test_the_proof_of_a_flag_exists_and_names_it(flag):
 def test_a_resumed_run_changes_what_may_change_and_nothing_else(flag):
     args = argparse.Namespace(**{"expert": None, flag: "now"})
     refuse_changed_settings(args, {flag: getattr(args, flag)}, "checkpoint-1")
-    if ROWS[flag].may_change:
+    if ROWS[flag].change is not FIXED:
         return refuse_changed_settings(args, {flag: "before"}, "checkpoint-1")
     with pytest.raises(RefusedError, match=f"^{ROWS[flag].label} is .* and was before in checkpoint-1: a resumed run"):
         refuse_changed_settings(args, {flag: "before"}, "checkpoint-1")
@@ -94,7 +94,7 @@ def test_the_model_card_shows_what_may_not_change_and_what_is_marked(tmp_path):
     stage = argparse.Namespace(name=None, subfolder="transformer", number=0)
     write_model_card(args, argparse.Namespace(**family, stages=(stage,)), stage, num_items=1)
     shown = re.findall(r"(?m)^\| (\w+) \|", (tmp_path / "README.md").read_text())
-    described = {name for name, flag in ROWS.items() if flag.in_card or not flag.may_change}
+    described = {name for name, flag in ROWS.items() if flag.change is not FREE}
     assert set(shown) == described | {"setting", "base_model"} and len(shown) == len(set(shown))
     assert {"lora_rank", "seed", "learning_rate", "train_batch_size"} < set(shown)
     assert not {"output_dir", "dataset_path", "cache_dir", "memory_budget"} & set(shown), "nothing of this machine"

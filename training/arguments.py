@@ -86,15 +86,12 @@ def _check_names(argv, flags):
     for position, token in enumerate(argv):
         if not token.startswith("--") or token == "--help":
             continue
-        name, has_value, value = token[2:].partition("=")
+        name, equals, value = token[2:].partition("=")
         if name not in known:
             raise RefusedError(f"Unknown flag --{name}; {suggest(name, known)}.")
-        following = argv[position + 1] if position + 1 < len(argv) else "--"
-        if known[name].kind is SWITCH and (has_value or not following.startswith("-")):
-            raise RefusedError(
-                f"--{name} is a switch and takes no value, but {value if has_value else following!r} was given; leave "
-                "the flag out to switch it off."
-            )
+        value = value if equals else next(iter(argv[position + 1 :]), "--")
+        if known[name].kind is SWITCH and (equals or not value.startswith("-")):
+            raise RefusedError(f"--{name} is a switch and takes no value such as {value!r}; without it, it is off.")
 
 
 def _build_parser(description, flags):
@@ -108,9 +105,11 @@ def _build_parser(description, flags):
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    for title, rows in FLAGS.items():
-        group = parser.add_argument_group(title)
-        for flag in (flags[row.name] for row in rows if row.name in flags and row.kind is not STRUCTURE):
+    for row in FLAGS:
+        if isinstance(row, str):
+            group = parser.add_argument_group(row)
+        elif row.name in flags and row.kind is not STRUCTURE:
+            flag = flags[row.name]
             text = flag.text
             if flag.default is REQUIRED:
                 text += f" Required{' there' if flag.needs else ''}."
@@ -159,10 +158,7 @@ def _refuse_without_effect(args, given, flags):
     if ("height" in given) != ("width" in given):
         raise RefusedError("Give --height and --width together, or none of them.")
     if "aspect_buckets" in given and not has_cap(args):
-        raise RefusedError(
-            "--aspect_buckets has no effect without a cap on pixels: --max_pixels, or sizes such as 480p or 512px in "
-            "bucket_config."
-        )
+        raise RefusedError("--aspect_buckets has no effect without --max_pixels, or sizes as 480p in bucket_config.")
     if args.lr_warmup_steps and args.lr_scheduler == "constant":
         raise RefusedError("--lr_warmup_steps has no effect with --lr_scheduler constant; use constant_with_warmup.")
     if args.lr_scheduler == "constant_with_warmup" and not args.lr_warmup_steps:
@@ -188,20 +184,16 @@ def check_length(args, num_steps, *, num_stages=1, num_samples=None):
     warmup, cycles, decay = args.lr_warmup_steps, args.lr_num_cycles, args.ema_decay
     in_run, falling = f"in a run of {num_steps} optimizer steps", num_steps - warmup
     if falling <= 0:
-        raise RefusedError(
-            f"--lr_warmup_steps {warmup} {in_run}: the rate would rise to {(num_steps - 1) / warmup:.2%} of "
-            f"--learning_rate and never reach it; allowed are 0 to {num_steps - 1}."
-        )
+        reached = f"the rate would rise to {(num_steps - 1) / warmup:.2%} of --learning_rate"
+        raise RefusedError(f"--lr_warmup_steps {warmup} {in_run}: {reached}; allowed are 0 to {num_steps - 1}.")
     if cycles is not None and cycles >= falling:
-        raise RefusedError(
-            f"--lr_num_cycles {cycles} in the {falling} steps after the warm-up: the rate cannot fall in a cycle of "
-            "one step or less; give fewer cycles, or more steps."
-        )
+        in_falling = f"in the {falling} steps after the warm-up"
+        raise RefusedError(f"--lr_num_cycles {cycles} {in_falling}: the rate cannot fall in a cycle of one step.")
     if num_samples is None:
         return
 
     decay_at_end = num_steps / (9 + num_steps) if num_steps > 1 else 0.0
-    skipped, share = args.max_skipped_steps, args.caption_dropout
+    skipped, share, dropped = args.max_skipped_steps, args.caption_dropout, args.caption_dropout * num_samples
     falls = not args.lr_scheduler.startswith("constant")
     notes = [
         (2 * (cycles or 0) > falling, f"--lr_num_cycles {cycles}: a cycle has {falling / (cycles or 1):.3g} steps"),
@@ -209,17 +201,13 @@ def check_length(args, num_steps, *, num_stages=1, num_samples=None):
         (decay == 0, "--ema_decay 0: the average is always the weights of the last step"),
         (decay_at_end < (decay or 0), f"--ema_decay {decay} {in_run}: the decay only rises to {decay_at_end:.4g}"),
         (skipped >= num_steps, f"--max_skipped_steps {skipped} {in_run}: all of them may be skipped"),
-        (
-            0 < share * num_samples < 1,
-            f"--caption_dropout {share} of {num_samples} samples: {share * num_samples:.2g} on average",
-        ),
+        (0 < dropped < 1, f"--caption_dropout {share} of {num_samples} samples: {dropped:.2g} on average"),
     ]
+    of_all = num_stages * num_steps
     for name in ("checkpointing_steps", "validation_steps", "logging_steps"):
-        value, of_all = getattr(args, name), num_stages * num_steps
-        is_late = value != ROWS[name].default and value > of_all
-        notes.append(
-            (is_late, f"--{name} {value} in a run of {of_all} optimizer steps: nothing is due before its end")
-        )
+        value = getattr(args, name)
+        note = f"--{name} {value} in a run of {of_all} optimizer steps: nothing is due before its end"
+        notes.append((value != ROWS[name].default and value > of_all, note))
     for applies, note in notes:
         if applies:
             logger.warning(note)
@@ -253,9 +241,7 @@ def resolve_for_model(args, values):
 
     num_frames = args.num_frames and round_down_frames(args.num_frames)
     if num_frames != args.num_frames:
-        logger.warning(
-            "--num_frames %d is rounded down to %d: the VAE takes 4n + 1 frames.", args.num_frames, num_frames
-        )
+        logger.warning(f"--num_frames {args.num_frames} is rounded down to {num_frames}: the VAE takes 4n + 1 frames.")
         args.num_frames = num_frames
     _check_choice(args, "task", values["tasks"])
     if args.validation_prompt:

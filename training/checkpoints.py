@@ -14,7 +14,7 @@ import safetensors.torch
 from runtime.errors import FailedError, RefusedError
 from runtime.files import delete_folder, rename_folder
 from runtime.processes import full_tensors, on_main_process, together
-from training.flags import ROWS
+from training.flags import FIXED, ROWS
 from training.optimizers import uses_deepspeed
 
 
@@ -148,7 +148,7 @@ def refuse_changed_settings(args, settings, path):
         now = json.loads(json.dumps(getattr(args, name, None)))
         # With two experts the first one's length tells where the second begins.
         is_fixed = getattr(args, "expert", None) == "both" and name in ("max_train_steps", "num_train_epochs")
-        if now != before and (is_fixed or name not in ROWS or not ROWS[name].may_change):
+        if now != before and (is_fixed or name not in ROWS or ROWS[name].change is FIXED):
             label = ROWS[name].label if name in ROWS else name
             raise RefusedError(
                 f"{label} is {now} and was {before} in {path}: a resumed run keeps the settings it had. Give "
