@@ -57,10 +57,7 @@ def start_accelerator(args):
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true" and distributed_type != "DEEPSPEED":
         raise RefusedError("ACCELERATE_USE_CPU makes Accelerate ignore the DeepSpeed of its config; unset it.")
     if distributed_type == "NO" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise RefusedError(
-            f"{os.environ['WORLD_SIZE']} processes were started, but Accelerate found no accelerator and would train "
-            "in each of them alone; on CPUs set ACCELERATE_USE_CPU=true."
-        )
+        raise RefusedError("Several processes, and no accelerator is found; on CPUs set ACCELERATE_USE_CPU=true.")
     if distributed_type not in _DISTRIBUTED_TYPES:
         _refuse(f"distributed_type {distributed_type}", f"allowed are {', '.join(_DISTRIBUTED_TYPES)}")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -97,10 +94,8 @@ def _complete_deepspeed_config(args, accelerator):
     config = accelerator.deepspeed_plugin.deepspeed_config
     zero = config["zero_optimization"]
     if args.training_mode == "full" or zero["stage"] not in (0, 1, 2):
-        raise RefusedError(
-            f"DeepSpeed ZeRO stage {zero['stage']} with --training_mode {args.training_mode} is not supported; "
-            "allowed is stage 1 or 2 with lora. Use MULTI_GPU otherwise."
-        )
+        found = f"DeepSpeed ZeRO stage {zero['stage']} with --training_mode {args.training_mode}"
+        raise RefusedError(f"{found} is not supported; allowed is stage 1 or 2 with lora. Use MULTI_GPU otherwise.")
     unsupported = dict.fromkeys(sorted(config.keys() - _DEEPSPEED_KEYS), "")
     offloads = {part: zero.get(part, {}).get("device", "none") for part in ("offload_optimizer", "offload_param")}
     unsupported |= {part: f" {device}" for part, device in offloads.items() if device != "none"}
@@ -111,31 +106,22 @@ def _complete_deepspeed_config(args, accelerator):
     if args.max_skipped_steps:
         raise RefusedError("--max_skipped_steps is not supported with DeepSpeed, whose engine makes the step itself.")
     # The engine only multiplies by it, and reports: with a bucket config the sizes differ.
-    train_batch_size = args.train_batch_size or 1
-    values = {
-        "train_micro_batch_size_per_gpu": train_batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "gradient_clipping": args.max_grad_norm,
-    }
+    train_batch_size, accumulation = args.train_batch_size or 1, args.gradient_accumulation_steps
+    values = {"train_micro_batch_size_per_gpu": train_batch_size, "gradient_accumulation_steps": accumulation}
+    values |= {"gradient_clipping": args.max_grad_norm}
     for key, value in values.items():
         # Accelerate fills in an accumulation of 1 where the config does not give one.
         unset = ("auto", 1) if key == "gradient_accumulation_steps" else ("auto",)
         if config.get(key, "auto") not in (*unset, value):
             raise RefusedError(f"{key} is {config[key]} in the DeepSpeed config and {value} by the flags; remove it.")
         config[key] = value
-    config["train_batch_size"] = train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+    config["train_batch_size"] = train_batch_size * accumulation * accelerator.num_processes
     if args.offload_buffer_size is not None and "activation_checkpointing" in config:
-        raise RefusedError(
-            "--offload_buffer_size has no effect with 'activation_checkpointing' in the DeepSpeed config, where "
-            "DeepSpeed does the parking; remove one of the two."
-        )
+        raise RefusedError("--offload_buffer_size has no effect with DeepSpeed's 'activation_checkpointing'.")
+    names = ("use_gradient_checkpointing", "use_gradient_checkpointing_offload")
+    switches = {name: getattr(args, name) for name in names}
     try:
-        configure_deepspeed_checkpointing(
-            config,
-            use_gradient_checkpointing=args.use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=args.use_gradient_checkpointing_offload,
-            device=accelerator.device,
-        )
+        configure_deepspeed_checkpointing(config, **switches, device=accelerator.device)
     except ValueError as error:
         raise RefusedError(str(error)) from None
 

@@ -100,15 +100,9 @@ def train(training):
 def _load(training):
     """Yield micro-batches on the device, made ahead of the steps."""
     accelerator, args = training.accelerator, training.args
-    loader = load_batches(
-        training.dataset,
-        training.batches,
-        process_index=accelerator.process_index,
-        steps=training.steps,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=accelerator.device.type == "cuda",
-    )
-    for batch in loader:
+    where = {"process_index": accelerator.process_index, "pin_memory": accelerator.device.type == "cuda"}
+    how = {"steps": training.steps, "num_workers": args.dataloader_num_workers}
+    for batch in load_batches(training.dataset, training.batches, **where, **how):
         yield send_to_device(batch, accelerator.device, non_blocking=True)
 
 
@@ -121,15 +115,13 @@ class AfterStep:
     """
 
     def __init__(self, training, optimizer, average):
-        self.training, self.average = training, average
+        self.training, self.average, self.is_skipped = training, average, False
         accelerator, module = training.accelerator, training.module
         first_step = training.steps_before + training.steps.start
         self.num_skipped = keep_metrics(accelerator, training.args.output_dir, first_step, training.checkpoint)
-        self.is_skipped = False
-        self.metrics = Metrics(training)
+        self.metrics, self.stop = Metrics(training), StopRequest(accelerator)
         self.liveness = GradientLiveness(trainable_parameters(module))
         training.log.watch(module, optimizer, step=first_step, average=average.tensors)
-        self.stop = StopRequest(accelerator)
 
     def __enter__(self):
         with contextlib.ExitStack() as stack:
@@ -148,11 +140,11 @@ class AfterStep:
         """Validate after the step of the checkpoint, where a run was killed in the middle of that."""
         training = self.training
         number = training.steps_before + training.resumed_steps
-        if training.steps and training.checkpoint is not None and training.validation is not None:
-            if training.validation.is_missing(number):
-                self._validate(number)
-                if stopped_by := self.stop.agreed():
-                    raise StoppedError(f"stopped by {stopped_by}; {training.checkpoint} is complete, resume from it")
+        is_possible = training.steps and training.checkpoint is not None and training.validation is not None
+        if is_possible and training.validation.is_missing(number):
+            self._validate(number)
+            if stopped_by := self.stop.agreed():
+                raise StoppedError(f"stopped by {stopped_by}; {training.checkpoint} is complete, resume from it")
 
     def _validate(self, number):
         training = self.training
@@ -179,14 +171,9 @@ class AfterStep:
         accelerator, args, steps = training.accelerator, training.args, training.steps
         if not self.is_skipped:
             self.average.step()
-        metrics.add(
-            step=step,
-            loss=torch.stack(losses).sum() / args.gradient_accumulation_steps,
-            sample_losses=torch.cat(sample_losses),
-            lr=lr,
-            grad_norm=grad_norm,
-            may_be_bad=self.is_skipped and self.num_skipped <= args.max_skipped_steps,
-        )
+        loss = torch.stack(losses).sum() / args.gradient_accumulation_steps
+        may_be_bad = self.is_skipped and self.num_skipped <= args.max_skipped_steps
+        metrics.add(step, loss, torch.cat(sample_losses), lr, grad_norm, may_be_bad)
         # With several processes after the first step: DDP does not survive a second one with a silent tensor.
         if step == steps[: 2 if accelerator.num_processes == 1 else 1][-1]:
             self.liveness.check()
@@ -206,10 +193,8 @@ class AfterStep:
             metrics.flush()
             if not saves:
                 save_checkpoint(accelerator, args, number, training.batches)
-            raise StoppedError(
-                f"stopped by {stopped_by} after step {number}; checkpoint-{number} is complete, continue with "
-                "--resume_from_checkpoint latest"
-            )
+            what_to_do = f"checkpoint-{number} is complete, continue with --resume_from_checkpoint latest"
+            raise StoppedError(f"stopped by {stopped_by} after step {number}; {what_to_do}")
 
 
 def _prepare(training):
@@ -218,13 +203,12 @@ def _prepare(training):
     Returns:
         `tuple` of the prepared module and optimizer, the schedule, the `MasterWeights` and their `WeightAverage`.
     """
-    accelerator, args, module, log = training.accelerator, training.args, training.module, training.log
+    accelerator, args, module = training.accelerator, training.args, training.module
     module.train()
-    model, optimizer, lr_scheduler, weights = prepare_training(
-        accelerator, module, args, optimizer=training.optimizer, last_step=training.batches.last_step
-    )
+    how = {"optimizer": training.optimizer, "last_step": training.batches.last_step}
+    model, optimizer, lr_scheduler, weights = prepare_training(accelerator, module, args, **how)
     average = WeightAverage(weights, args)
-    log.point("prepared")
+    training.log.point("prepared")
     register_state(accelerator, weights, average, lr_scheduler)
     seed_module_randomness(args.seed, accelerator.process_index)
     if training.checkpoint is not None:
@@ -265,8 +249,5 @@ class GradientLiveness:
             hook.remove()
         self.hooks = []
         if self.silent:
-            names = sorted(self.silent)
-            raise FailedError(
-                f"{len(names)} trainable tensors got no gradient in the first steps, such as {', '.join(names[:3])}: "
-                "they would not be trained. Take them out of what is trained."
-            )
+            found = f"{len(self.silent)} trainable tensors got no gradient in the first steps, such as"
+            raise FailedError(f"{found} {', '.join(sorted(self.silent)[:3])}: take them out of what is trained.")

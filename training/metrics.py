@@ -91,7 +91,7 @@ class Metrics:
         # Or the reason for an early end would be printed on the same line.
         self.bar.close()
 
-    def add(self, *, step, loss, sample_losses, lr, grad_norm, may_be_bad=False):
+    def add(self, step, loss, sample_losses, lr, grad_norm, may_be_bad=False):
         """Record an optimizer step, without waiting for the device.
 
         Args:

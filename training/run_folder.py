@@ -67,11 +67,8 @@ def _locked(output_dir):
             file.flush()
         except OSError as error:
             raise RefusedError(f"--output_dir {output_dir} cannot be written: {error.strerror}.") from None
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(output_dir / LOCK_FILE)
+        stack.callback(pathlib.Path(file.name).unlink, missing_ok=True)  # before the lock is released
+        yield
 
 
 def _take_lock(output_dir):
@@ -93,16 +90,12 @@ def _take_lock(output_dir):
                 file.seek(0)
                 holder = file.read().strip() or "a process that has just started"
             if time.monotonic() > end:
-                raise RefusedError(
-                    f"--output_dir {output_dir} is in use by another run: {holder}. Wait until it ends, stop it, or "
-                    "give another folder, also for a --dry_run."
-                ) from None
+                where = f"--output_dir {output_dir} is in use by another run: {holder}"
+                raise RefusedError(f"{where}; wait until it ends, stop it, or give another folder.") from None
             time.sleep(0.1)
         except OSError as error:
-            logger.warning(
-                "--output_dir %s is on a file system without locks (%s): nothing keeps another run out of it",
-                *(output_dir, error.strerror),
-            )
+            where = f"--output_dir {output_dir} is on a file system without locks ({error.strerror})"
+            logger.warning(f"{where}: nothing keeps another run out of it")
             return file
 
 
@@ -122,19 +115,19 @@ def _made(folder):
 def _check_shared(flag, folder, accelerator):
     """Raise on all processes if one of them does not see what the main process writes into a folder."""
     probe = folder / f".{gather_from_all(accelerator, uuid.uuid4().hex)[0]}"
+
+    def is_seen():
+        # Listing it makes a network file system ask for what is there now.
+        return folder.is_dir() and probe.name in os.listdir(folder)
+
     with contextlib.ExitStack() as stack:
         if accelerator.is_main_process:
             with contextlib.suppress(OSError):  # a cache that is complete need not be writable
                 stack.enter_context(_made(folder))
                 probe.touch()
                 stack.callback(probe.unlink, missing_ok=True)
-        is_written = gather_from_all(accelerator, probe.exists())[0]
-
-        def look():
-            # Listing it makes a network file system ask for what is there now.
-            return not is_written or (folder.is_dir() and probe.name in os.listdir(folder))
-
-        agreed(accelerator, look, lambda is_seen: {f"the folder of --{flag}": is_seen}, patience_seconds=10)
+        if gather_from_all(accelerator, probe.exists())[0]:
+            agreed(accelerator, is_seen, lambda seen: {f"the folder of --{flag}": seen}, patience_seconds=10)
 
 
 def _sizes_at(paths):
