@@ -509,7 +509,7 @@ def model_without_weights(tiny_model, tmp_path_factory):
         ("wan_t2v_a14b", ["--expert", "low_noise", "--min_sigma", "0.9"], "--min_sigma 0.9 .* from 0.0 to 0.875"),
         ("wan_t2v_a14b", ["--expert", "both", "--max_sigma", "0.8"], "--max_sigma 0.8 .* from 0.875 to 1.0"),
         ("wan_i2v", ["--num_frames", "4"], "--num_frames is 1; with a frame given at least 5"),
-        ("wan_t2v", ["--lora_target_modules", "to_q,patch_embedding"], "'patch_embedding' matches a Conv3d"),
+        ("wan_t2v", ["--lora_target_modules", "to_q,patch_embedding"], "'patch_embedding' matches only Conv3d"),
         ("wan_t2v", ["--lora_target_modules", "proj_out"], "--lora_target_modules names no layer in a block"),
         ("wan_t2v", ["--lora_target_modules", "add_k_proj"], "'add_k_proj' matches no layer"),
     ],

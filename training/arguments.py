@@ -4,6 +4,7 @@ Needs the standard library and yaml only: the scripts parse before they import t
 """
 
 import argparse
+import functools
 import logging
 
 from dataset.settings import bucket_pixels, round_down_frames
@@ -52,8 +53,8 @@ def parse_args(argv, *, description, values, resolve=True):
     for settings in (*(read_config(path, flags) for path in command_line.get("config", ())), command_line):
         # Later settings win, also over those that they exclude; None removes a setting.
         replaced = {rival for name, value in settings.items() if _is_on(value) for rival in _rivals(name, flags)}
-        given = {name: value for name, value in given.items() if name not in replaced} | settings
-        given = {name: value for name, value in given.items() if value is not None}
+        settings = {name: value for name, value in given.items() if name not in replaced} | settings
+        given = {name: value for name, value in settings.items() if value is not None}
 
     args = argparse.Namespace()
     for name, flag in flags.items():
@@ -98,19 +99,14 @@ def _build_parser(description, flags):
     # Flags that are not given stay out of the namespace: defaults are filled in later, so that a flag that was given
     # and has no effect can be told from a default.
     required = " ".join(f"--{name} ..." for name, flag in flags.items() if flag.default is REQUIRED and not flag.needs)
-    parser = Parser(
-        usage=f"%(prog)s {required}",
-        description=description,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=44, width=119),
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
+    look = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=44, width=119)
+    how = {"formatter_class": look, "allow_abbrev": False, "argument_default": argparse.SUPPRESS}
+    parser = Parser(usage=f"%(prog)s {required}", description=description, **how)
     for row in FLAGS:
         if isinstance(row, str):
             group = parser.add_argument_group(row)
         elif row.name in flags and row.kind is not STRUCTURE:
-            flag = flags[row.name]
-            text = flag.text
+            flag, text = flags[row.name], flags[row.name].text
             if flag.default is REQUIRED:
                 text += f" Required{' there' if flag.needs else ''}."
             elif "Default: " not in text and flag.default is not None:
@@ -230,13 +226,11 @@ def resolve_for_model(args, values):
         RefusedError: A size is not a multiple of the divisor, or a choice is missing, not offered or without effect.
     """
     for name in [name for name, value in vars(args).items() if value is BY_MODEL]:
-        value = values[name]
-        setattr(args, name, value.split(",") if name == "lora_target_modules" else value)
+        setattr(args, name, values[name].split(",") if name == "lora_target_modules" else values[name])
     if args.validation_prompt and args.guidance_scale <= 1:
         args.negative_prompt = None
-    is_video = "num_frames" in vars(args)
-    _check_sizes(args, values["divisor"], is_video)
-    if not is_video:
+    _check_sizes(args, values["divisor"])
+    if "num_frames" not in vars(args):
         return
 
     num_frames = args.num_frames and round_down_frames(args.num_frames)
@@ -255,22 +249,20 @@ def resolve_for_model(args, values):
         raise RefusedError("--transformer_path names one transformer, and --expert both trains two; give one expert.")
 
 
-def _check_sizes(args, divisor, is_video):
-    caps = {"--max_pixels": args.max_pixels}
-    sides = {"--height": args.height, "--width": args.width}
+def _check_sizes(args, divisor):
+    caps, sides = {"--max_pixels": args.max_pixels}, {"--height": args.height, "--width": args.width}
     for size, lengths in (args.bucket_config or {}).items():
         pixels, shape = bucket_pixels(size)
         caps[f"bucket_config: {size}"] = pixels
         sides |= {f"bucket_config: a side of {size}": side for side in shape or () if side % divisor}
-        if not is_video and set(lengths) != {"1"}:
+        if "num_frames" not in vars(args) and set(lengths) != {"1"}:
             raise RefusedError(f"bucket_config: {size} has {', '.join(lengths)} frames; allowed for images is 1.")
     for name, pixels in caps.items():
         if pixels is not None and pixels < divisor**2:
             raise RefusedError(f"{name} is {pixels}; allowed is at least {divisor**2}.")
     for name, side in sides.items():
         if side is not None and side % divisor:
-            below = side // divisor * divisor
-            legal = " or ".join(str(n) for n in (below, below + divisor) if n)
+            legal = " or ".join(str(n * divisor) for n in (side // divisor, side // divisor + 1) if n)
             raise RefusedError(f"{name} is {side}; allowed are multiples of {divisor}, such as {legal}.")
 
 

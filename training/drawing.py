@@ -32,9 +32,8 @@ def draw_metrics(path, lines, validation=()):
     for number, (expert, run) in enumerate((expert, list(run)) for expert, run in runs):
         color, of_expert = f"C{number}", f", {expert}" if expert else ""
         steps, losses = _points(run, "loss")
-        loss_axes.plot(
-            steps, losses, color=color, alpha=0.35, linewidth=0.6, marker=marker, label=f"training{of_expert}"
-        )
+        look = {"color": color, "alpha": 0.35, "linewidth": 0.6, "marker": marker}
+        loss_axes.plot(steps, losses, **look, label=f"training{of_expert}")
         window = max(1, len(losses) // 20)
         if window > 1:
             ends = range(1, len(losses) + 1)

@@ -42,10 +42,8 @@ class SigmaLaw:
         """Return the sigma below which the conditioned law has the share `u`, in [0, 1], of its mass."""
         low, high = self._ends
         u = low + u * (high - low)
-        if self.timestep_sampling == "uniform" or u in (0, 1):
-            base = u
-        else:
-            base = 1 / (1 + math.exp(-statistics.NormalDist().inv_cdf(u)))
+        is_plain = self.timestep_sampling == "uniform" or u in (0, 1)
+        base = u if is_plain else 1 / (1 + math.exp(-statistics.NormalDist().inv_cdf(u)))
         sigma = self.shift * base / (1 + (self.shift - 1) * base) if base < 1 else 1.0
         # Against the last bit of rounding only: an expert is never to see the other one's side.
         return min(max(sigma, self.min_sigma), self.max_sigma)
@@ -68,19 +66,15 @@ def sigma_law(args, model_shift, sigma_range=(0.0, 1.0)):
     """
     shift = model_shift if args.sigma_shift is None else args.sigma_shift
     low, high = max(args.min_sigma, sigma_range[0]), min(args.max_sigma, sigma_range[1])
+    used = f"the model (or its expert) is used for sigmas from {sigma_range[0]} to {sigma_range[1]} only"
     if low >= high:
-        raise RefusedError(
-            f"--min_sigma {args.min_sigma} and --max_sigma {args.max_sigma} leave nothing to train: the model (or its "
-            f"expert) is used for sigmas from {sigma_range[0]} to {sigma_range[1]}."
-        )
+        given = f"--min_sigma {args.min_sigma} and --max_sigma {args.max_sigma}"
+        raise RefusedError(f"{given} leave nothing to train: {used}.")
     for name in ("min_sigma", "max_sigma"):
         value = getattr(args, name)
         # Of two experts each may have one of the ends.
         if value not in (0.0, 1.0, low, high) and getattr(args, "expert", None) != "both":
-            raise RefusedError(
-                f"--{name} {value} has no effect: the expert is used for sigmas from {sigma_range[0]} to "
-                f"{sigma_range[1]} only."
-            )
+            raise RefusedError(f"--{name} {value} has no effect: {used}.")
     return SigmaLaw(args.timestep_sampling, shift, low, high)
 
 

@@ -45,14 +45,9 @@ def start_accelerator(args):
     if "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
         handlers.append(InitProcessGroupKwargs(backend="gloo"))  # DeepSpeed would look for a library of its own
     # No autocast: the weights have the dtype of the computation, so that training computes what inference computes.
-    accelerator = Accelerator(
-        mixed_precision="no",
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        kwargs_handlers=handlers,
-        step_scheduler_with_optimizer=False,
-        log_with=args.report_to or None,
-        project_dir=args.output_dir,
-    )
+    how = {"mixed_precision": "no", "step_scheduler_with_optimizer": False, "kwargs_handlers": handlers}
+    how |= {"gradient_accumulation_steps": args.gradient_accumulation_steps}
+    accelerator = Accelerator(log_with=args.report_to or None, project_dir=args.output_dir, **how)
     distributed_type = accelerator.distributed_type.value
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true" and distributed_type != "DEEPSPEED":
         raise RefusedError("ACCELERATE_USE_CPU makes Accelerate ignore the DeepSpeed of its config; unset it.")

@@ -126,7 +126,8 @@ class AfterStep:
     def __enter__(self):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.stop)
-            stack.enter_context(self.metrics)
+            # Or the reason for an early end would be printed on the line of the bar.
+            stack.callback(self.metrics.bar.close)
             self._validate_what_is_missing()
             self._stack = stack.pop_all()
         return self

@@ -84,13 +84,6 @@ class Metrics:
         is_shown = self.accelerator.is_main_process
         self.bar = tqdm(total=steps.stop - 1, initial=steps.start - 1, desc=desc, disable=not is_shown)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        # Or the reason for an early end would be printed on the same line.
-        self.bar.close()
-
     def add(self, step, loss, sample_losses, lr, grad_norm, may_be_bad=False):
         """Record an optimizer step, without waiting for the device.
 

@@ -83,11 +83,9 @@ def find_lora_targets(transformer, names, *, never_trained):
             ends |= {end.rpartition(".")[2] for end in ends}
             close = difflib.get_close_matches(name, sorted(ends), n=3, cutoff=0.5) or sorted(ends)[:12]
             problems.append(f"{name!r} matches no layer (near: {', '.join(close)})")
-        elif not trained and any(full in linears for full in matching):
-            problems.append(f"{name!r} matches only layers that get no gradient in this architecture")
         elif not trained:
-            kind = type(modules[matching[0]]).__name__
-            problems.append(f"{name!r} matches a {kind}, and only Linear layers can be adapted")
+            kind = "layers that get no gradient" if set(matching) & {*linears} else type(modules[matching[0]]).__name__
+            problems.append(f"{name!r} matches only {kind}; only Linear layers with a gradient can be adapted")
     if problems:
         raise RefusedError(f"--lora_target_modules: {'; '.join(problems)}.")
     return [name for name in linears if name in targets]
@@ -110,17 +108,14 @@ def add_lora(transformer, targets, args):
     The adapters start equal on every process: A random from the seed, B zero.
     """
     transformer.requires_grad_(False)
-    config = LoraConfig(
-        r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, target_modules=targets
-    )
-    transformer.add_adapter(config, adapter_name=ADAPTER_NAME)
+    strength = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
+    transformer.add_adapter(LoraConfig(**strength, target_modules=targets), adapter_name=ADAPTER_NAME)
     torch.manual_seed(args.seed)
     for layer in lora_layers(transformer).values():
         for adapters in (layer.lora_A, layer.lora_B):
-            stock = adapters[ADAPTER_NAME]
-            adapters[ADAPTER_NAME] = MasterLinear(
-                stock.in_features, stock.out_features, bias=False, device=stock.weight.device, dtype=torch.float32
-            )
+            stock, how = adapters[ADAPTER_NAME], {"bias": False, "dtype": torch.float32}
+            how["device"] = stock.weight.device
+            adapters[ADAPTER_NAME] = MasterLinear(stock.in_features, stock.out_features, **how)
         layer.cast_input_dtype_enabled = False
         # Drawn again, since PEFT drew in the dtype of the base.
         layer.reset_lora_parameters(ADAPTER_NAME, init_lora_weights=True)

@@ -29,8 +29,8 @@ def check_paths(args):
             would do harm.
     """
     model = args.pretrained_model_name_or_path
-    read = [(f"--{name}", getattr(args, name)) for name in ("transformer_path", "lora_init_path")]
-    read = [("--pretrained_model_name_or_path", model), *read]
+    names = ("pretrained_model_name_or_path", "transformer_path", "lora_init_path")
+    read = [(f"--{name}", getattr(args, name)) for name in names]
     for number, dataset in enumerate(args.datasets or [vars(args)], 1):
         of = f" of dataset {number}" if args.datasets else ""
         read += [(f"--{name}{of}", dataset[name]) for name in ("dataset_path", "dataset_metadata")]
@@ -75,23 +75,18 @@ def _check_folders(args, read):
             continue  # it is no checkpoint, which is refused later
         # Names with a leading dot are never read.
         if parts is not None and not any(part.startswith(".") for part in parts):
-            raise RefusedError(
-                f"{setting} {place} {'lies in' if parts else 'is'} {other} {folder}: the next run would read the "
-                "files of this one; give a folder outside of it."
-            )
+            found = f"{setting} {place} {'lies in' if parts else 'is'} {other} {folder}"
+            raise RefusedError(f"{found}: the next run would read the files of this one; give a folder outside of it.")
     for setting, path in [*read, cache]:
         parts = _parts_inside(path, args.output_dir)
         name = _matching(parts, (*_RUN_FILES, *_RESULTS[args.training_mode]))
         if name or (parts == [] and setting == "--lora_init_path"):
-            raise RefusedError(
-                f"{setting} {path} would be replaced or deleted by the run, which writes its own {name or 'LoRA'} to "
-                f"--output_dir {args.output_dir}; give another of the two."
-            )
+            found = f"{setting} {path} would be replaced or deleted by the run, which writes its own {name or 'LoRA'}"
+            raise RefusedError(f"{found} to --output_dir {args.output_dir}; give another of the two.")
     for setting, path in [*read, output]:
         if _matching(_parts_inside(path, args.cache_dir), _CACHE_ENTRIES):
-            raise RefusedError(
-                f"{setting} {path} lies among the entries of --cache_dir {args.cache_dir}; give another of the two."
-            )
+            found = f"{setting} {path} lies among the entries of --cache_dir {args.cache_dir}"
+            raise RefusedError(f"{found}; give another of the two.")
 
 
 def _parts_inside(path, folder):

@@ -46,16 +46,12 @@ class RunRecord:
         # The version of torch with its build, which the metadata of its CUDA wheels lack.
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         versions |= {package: version for package, version in installed_versions(_PACKAGES).items() if version}
-        self.content = {
-            "arguments": vars(args),
-            "versions": versions,
-            "plan": plan.as_dict(),
-            "trainable": [
-                {"name": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
-                for name, (shape, dtype) in forecast.parameters.items()
-            ],
-            "forecast": forecast.describe(plan),
-        }
+        trainable = [
+            {"name": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+            for name, (shape, dtype) in forecast.parameters.items()
+        ]
+        self.content = {"arguments": vars(args), "versions": versions, "plan": plan.as_dict()}
+        self.content |= {"trainable": trainable, "forecast": forecast.describe(plan)}
         log.forecast_bytes = self.content["forecast"]["training_peak_bytes"]
         log.suggestions = functools.partial(forecast.suggestions, plan)
         # A dry run replaces nothing in the folder of a run.
@@ -67,11 +63,10 @@ class RunRecord:
         on_main_process(accelerator, self._write)
         count = sum(math.prod(shape) for shape, _ in forecast.parameters.values())
         num_steps = data.batches.last_step * (2 if getattr(args, "expert", None) == "both" else 1)
+        how = {"num_tokens": num_tokens, "cache_bytes": forecast.cache_bytes}
         for line in (
             f"{len(forecast.parameters)} tensors with {count:,} parameters are trained, in fp32",
-            *describe_data(
-                args, data.inspected, data.batches, num_tokens=num_tokens, cache_bytes=forecast.cache_bytes
-            ),
+            *describe_data(args, data.inspected, data.batches, **how),
             data.batches.describe(),
             *plan.describe(),
             *describe_forecast(self.content["forecast"]),

@@ -61,14 +61,11 @@ def hold_out(args, items):
     last = sorted(map(lot, items))[count - 1]
     held_out = [item for item in items if lot(item) <= last]
     if len(held_out) == len(items):
-        raise RefusedError(
-            f"--validation_split {args.validation_split} of {len(items)} items, copies counted once, leaves nothing "
-            "to train; give more items, or a smaller share."
-        )
+        share = f"--validation_split {args.validation_split} of {len(items)} items, copies counted once,"
+        raise RefusedError(f"{share} leaves nothing to train; give more items, or a smaller share.")
     for item in held_out:
-        reason = "held out for validation (--validation_split)"
-        item.record["decision"] = "dropped"
-        item.record["reason"] = "; ".join(filter(None, [item.record["reason"], reason]))
+        reasons = filter(None, [item.record["reason"], "held out for validation (--validation_split)"])
+        item.record.update(decision="dropped", reason="; ".join(reasons))
     return [item for item in items if item.record["decision"] == "used"], held_out
 
 
@@ -191,14 +188,15 @@ class Validation:
             losses = self._losses() if self.held_out else []
             previews = self._previews(is_stopped) if self.prompts else []
         self.module.train(was_training)
-        on_main_process(self.accelerator, lambda: self._report(step, losses, previews))
 
-    def _report(self, step, losses, previews):
-        self._folder(step).mkdir(parents=True, exist_ok=True)
-        if losses:
-            self._report_losses(losses, step)
-        if previews:
-            self._report_previews(previews, step)
+        def report():
+            self._folder(step).mkdir(parents=True, exist_ok=True)
+            if losses:
+                self._report_losses(losses, step)
+            if previews:
+                self._report_previews(previews, step)
+
+        on_main_process(self.accelerator, report)
 
     # ---- the loss of what is held out
 
@@ -210,9 +208,8 @@ class Validation:
             # Steps of training count from 1: this noise is drawn nowhere else, and here each time.
             sample["noise"] = Draw(self.args.validation_seed, 0, number).noise(sample["latents"].shape)
             rows = []
-            for sigma in self.sigmas:
-                given = sample | {"sigmas": torch.tensor(sigma, dtype=torch.float32)}
-                batch = collate([given], self.held_out.padded)
+            for sigma in torch.tensor(self.sigmas, dtype=torch.float32):
+                batch = collate([sample | {"sigmas": sigma}], self.held_out.padded)
                 rows.append(self.module.losses(send_to_device(batch, self.accelerator.device)))
             own[number] = torch.cat(rows).tolist()
         return self._gathered(own)
@@ -250,9 +247,8 @@ class Validation:
                 if is_stopped():
                     break
                 own[number] = frames
-        pipeline.register_modules(
-            **dict.fromkeys(name for name in pipeline.components if name.startswith("transformer"))
-        )
+        used = [name for name in pipeline.components if name.startswith("transformer")]
+        pipeline.register_modules(**dict.fromkeys(used))
         free_memory()
         previews = self._gathered(own)
         return previews if len(previews) == len(self.prompts) else []
@@ -260,8 +256,7 @@ class Validation:
     def _report_previews(self, previews, step):
         clips, folder = {}, self._folder(step)
         for number, frames in enumerate(previews):
-            suffix = ".png" if self.sampler.fps is None else ".mp4"
-            path = folder / f"prompt-{number:02}{suffix}"
+            path = folder / f"prompt-{number:02}.{'png' if self.sampler.fps is None else 'mp4'}"
             with whole_file(path) as temporary:
                 if self.sampler.fps is None:
                     frames[0].save(temporary)

@@ -61,7 +61,7 @@ def test_law_of_the_flags():
         with pytest.raises(RefusedError, match=f"--min_sigma {low} and --max_sigma {high} leave nothing"):
             law(low=low, high=high, model_range=model_range)
     for name, ends, model_range in (("min", {"low": 0.5}, (0.9, 1.0)), ("max", {"high": 0.95}, (0.0, 0.9))):
-        with pytest.raises(RefusedError, match=f"--{name}_sigma 0.[59]+ has no effect: the expert is used for sigmas"):
+        with pytest.raises(RefusedError, match=f"--{name}_sigma 0.[59]+ has no effect: the model"):
             law(**ends, model_range=model_range, expert="either")
         assert law(**ends, model_range=model_range, expert="both") == SigmaLaw("uniform", 5.0, *model_range)
 
