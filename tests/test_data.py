@@ -61,7 +61,7 @@ def encode(train, monkeypatch):
         with pytest.raises(Encoded):
             train(*args, **kwargs)
 
-    monkeypatch.setattr(run_module, "Stages", stop)
+    monkeypatch.setattr(run_module.Run, "train", stop)
     return run
 
 
