@@ -112,7 +112,7 @@ def read_datasets(args, **kind):
 
     Args:
         args: From `parse_args`.
-        kind: `media_suffixes`, `frame_folders` and `roles` of `read_rows`.
+        kind: `media_suffixes` and `roles` of `read_rows`.
 
     Returns:
         A list of `Row`.
@@ -122,10 +122,9 @@ def read_datasets(args, **kind):
     """
 
     def read(dataset):
-        columns = {name: dataset[name] for name in ("dataset_metadata", "media_column", "caption_column")}
-        rows = read_rows(
-            dataset["dataset_path"], **columns, allow_missing_captions=args.allow_missing_captions, **kind
-        )
+        columns = {what: dataset[f"{what}_column"] for what in ("media", "caption")}
+        where = {"dataset_metadata": dataset["dataset_metadata"], "columns": columns}
+        rows = read_rows(dataset["dataset_path"], **where, allow_missing_captions=args.allow_missing_captions, **kind)
         _report_repeats_in_names(rows, dataset)
         return [replace(row, repeat=dataset["dataset_repeat"]) for row in rows]
 
@@ -186,11 +185,9 @@ def read_rows(
     dataset_path,
     *,
     dataset_metadata=None,
-    media_column=None,
-    caption_column=None,
+    columns=None,
     allow_missing_captions=False,
     media_suffixes=IMAGE_SUFFIXES,
-    frame_folders=False,
     roles=(),
     only_sidecars=False,
 ):
@@ -199,14 +196,12 @@ def read_rows(
     Args:
         dataset_path: A folder, or the id of a dataset on the Hugging Face hub when there is no such path.
         dataset_metadata: A metadata file; without it the folder's own `metadata.*` is read if there is one.
-        media_column: Column of the images or clips, if it has none of the known names.
-        caption_column: Column of the captions, if it has none of the known names.
+        columns: The columns that have none of the known names, or None: {"media" or "caption": name or None}.
         allow_missing_captions: Gives items without a caption the caption `""` instead of refusing them.
         media_suffixes: Which files of a folder are items, in lower case. Other images and clips are items only with a
             text of their own, and what reads them reports what is wrong. With suffixes of videos among them, a Hugging
-            Face dataset may have a column of videos.
-        frame_folders: Whether a folder can be one item: where it holds images only and a text of its name is next to
-            it, or where a row names it. Its images are no items then.
+            Face dataset may have a column of videos, and a folder can be one item: where it holds images only and a
+            text of its name is next to it, or where a row names it. Its images are no items then.
         roles: Which further files of an item the model takes: {role: whether every item needs one}.
         only_sidecars: Reads the sidecar texts of a folder also where it has a metadata file.
 
@@ -217,7 +212,8 @@ def read_rows(
     Raises:
         RefusedError: If the dataset or its metadata is missing, ambiguous or unreadable as a whole.
     """
-    given = {"media": media_column, "caption": caption_column}
+    given = columns or {}
+    with_videos = not set(media_suffixes) <= set(IMAGE_SUFFIXES)
     pick = partial(pick_columns, given=given, allow_missing_captions=allow_missing_captions, roles=roles)
     # abspath, not resolve: images are often links into a store, and an id is the name inside the dataset.
     folder = os.path.abspath(dataset_path) if os.path.exists(dataset_path) else None
@@ -235,13 +231,12 @@ def read_rows(
     metadata = None if is_hub or only_sidecars else _find_metadata(folder, files, dataset_metadata, media_suffixes)
     hint = ""
     if metadata is not None:
-        items = _metadata_items(folder, files, metadata, pick, roles, media_suffixes, frame_folders)
+        items = _metadata_items(folder, files, metadata, pick, roles, media_suffixes, with_videos)
     elif is_hub or not only_sidecars and _is_hub_layout(files, media_suffixes):
         if dataset_metadata is not None:
             raise RefusedError(
                 f"--dataset_metadata {dataset_metadata} cannot be used with {dataset_path}, a Hugging Face dataset."
             )
-        with_videos = not set(media_suffixes) <= set(IMAGE_SUFFIXES)
         items = _hub_items(dataset_path, folder, saved, pick, roles, with_videos)
     else:
         useless = [f"--{what}_column {value}" for what, value in given.items() if value is not None]
@@ -251,7 +246,7 @@ def read_rows(
             raise RefusedError(
                 f"{dataset_path} has no metadata file, and this model needs one, with {', '.join(roles)}."
             )
-        items = _sidecar_items(folder, files, media_suffixes, frame_folders)
+        items = _sidecar_items(folder, files, media_suffixes, with_videos)
         tables = [name for name in files if _suffix(name) in TABLE_SUFFIXES]
         hint = f" If {tables[0]} holds them, give it by --dataset_metadata." if tables else ""
     return _judge_captions(items, dataset_path, allow_missing_captions, media_suffixes, hint)
@@ -388,9 +383,9 @@ def _is_hub_layout(files, media_suffixes):
 # Sidecar folders
 
 
-def _sidecar_items(folder, files, media_suffixes, frame_folders):
+def _sidecar_items(folder, files, media_suffixes, with_videos):
     texts = _by_stem(files, (".txt",))
-    frames = _frames_by_folder(files, texts) if frame_folders else {}
+    frames = _frames_by_folder(files, texts) if with_videos else {}
     in_frames = {name for names in frames.values() for name in names}
     media = {_normal(place): [place] for place in frames}
     for key, names in _by_stem((name for name in files if name not in in_frames), media_suffixes).items():
@@ -468,7 +463,7 @@ def _row(item_id, caption, origin, found, roles, problem=None):
     return Row(item_id, caption, media, origin, next(filter(None, problems), None))
 
 
-def _metadata_items(folder, files, metadata, pick, roles, media_suffixes, frame_folders):
+def _metadata_items(folder, files, metadata, pick, roles, media_suffixes, with_videos):
     base = os.path.dirname(metadata)
     name = _name_in(folder, metadata) if _is_inside(metadata, folder) else metadata
     columns, records = read_table(metadata, name)
@@ -480,7 +475,7 @@ def _metadata_items(folder, files, metadata, pick, roles, media_suffixes, frame_
         """Returns the file that a value names and None, or None and what is wrong."""
         if not isinstance(value, str) or not _is_unicode(value):
             return None, f"{column} is {reprlib.repr(value)}, not a path"
-        path, problem = _find_file(value, base, folder, frame_folders)
+        path, problem = _find_file(value, base, folder, with_videos)
         if problem is not None:
             return None, f"{value!r} {problem}"
         if path != os.path.normpath(os.path.join(base, value)):
@@ -516,14 +511,14 @@ def _is_inside(path, folder):
     return os.path.commonpath([path, folder]) == folder
 
 
-def _find_file(value, base, folder, frame_folders):
+def _find_file(value, base, folder, with_videos):
     """Looks for the file or folder that a row names: as it is written first, then as other systems would write it.
 
     Args:
         value: The name in the row.
         base: The metadata file's folder, which names are relative to.
         folder: The dataset's folder, tried second.
-        frame_folders: Whether it may be a folder of frames.
+        with_videos: Whether it may be a folder of frames.
 
     Returns:
         The absolute path and None, or None and what is wrong.
@@ -544,7 +539,7 @@ def _find_file(value, base, folder, frame_folders):
             problem = "leads out of the dataset"
         elif os.path.isfile(path):
             return path, None
-        elif frame_folders and os.path.isdir(path) and not _is_inside(base, path) and not _is_inside(folder, path):
+        elif with_videos and os.path.isdir(path) and not _is_inside(base, path) and not _is_inside(folder, path):
             return path, None
     return None, problem
 

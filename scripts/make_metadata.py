@@ -117,8 +117,8 @@ def inspect_folder(args, cache_dir):
     from dataset.cache import Cache
     from dataset.inspection import Inspector, inspect_each
 
-    kind = {"media_suffixes": (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), "frame_folders": True}
-    rows = read_rows(args.folder, only_sidecars=True, allow_missing_captions=args.allow_missing_captions, **kind)
+    suffixes, missing = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), args.allow_missing_captions
+    rows = read_rows(args.folder, only_sidecars=True, allow_missing_captions=missing, media_suffixes=suffixes)
     cache_dir.mkdir(exist_ok=True)
     inspector = Inspector("items", measure, "table", decide, max_threads=args.num_workers)
     try:

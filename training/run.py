@@ -180,7 +180,7 @@ class Run:
         files, sizing = {"roles": family.roles}, Sizing.from_args(args, family.divisor)
         how = {"cache": self.cache, "accelerator": accelerator, "use_file": family.use_file}
         if family.is_video:
-            files |= {"media_suffixes": (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), "frame_folders": True}
+            files["media_suffixes"] = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
             how |= {"fps": args.fps, "clip_part": args.clip_part, "min_frames": family.min_frames}
         rows = agreed(accelerator, partial(read_datasets, args, **files), describe_rows)
         return media_of(family)[0](rows, sizing, on_bad_sample=args.on_bad_sample, **how)

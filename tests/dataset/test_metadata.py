@@ -166,8 +166,8 @@ def test_image_and_text_in_different_normal_forms_belong_together(tmp_path):
 
 def test_column_flags_are_refused_without_metadata(tmp_path):
     folder_of(tmp_path, {"a.jpg": "one"})
-    assert "--media_column x has no effect" in refused(tmp_path, media_column="x")
-    assert "--caption_column x has no effect" in refused(tmp_path, caption_column="x")
+    assert "--media_column x has no effect" in refused(tmp_path, columns={"media": "x"})
+    assert "--caption_column x has no effect" in refused(tmp_path, columns={"caption": "x"})
 
 
 def test_texts_without_an_image_are_logged(tmp_path, caplog):
@@ -352,7 +352,7 @@ def test_null_and_absent_captions_are_missing(tmp_path):
 def test_every_format_and_naming_in_file_order(tmp_path, suffix, columns):
     folder_of(tmp_path, {"b.jpg": None, "sub/a #1 é.png": None})
     write_table(tmp_path / f"metadata{suffix}", columns, [["b.jpg", "two, or\nmore"], ["sub/a #1 é.png", "one"]])
-    flags = {"media_column": "bild", "caption_column": "satz"} if columns[0] == "bild" else {}
+    flags = {"columns": {"media": "bild", "caption": "satz"}} if columns[0] == "bild" else {}
     rows = read_rows(tmp_path, **flags)
     assert pairs(rows) == [("b.jpg", "two, or\nmore"), ("sub/a #1 é.png", "one")]
     assert [row.content for row in rows] == [tmp_path / "b.jpg", tmp_path / "sub" / "a #1 é.png"]
@@ -557,12 +557,12 @@ def test_bad_json_and_parquet_are_refused(tmp_path, name, text, expected):
         ("image,text,prompt", {}, ["several caption columns (text, prompt)", "--caption_column"]),
         (
             "image,text",
-            {"caption_column": "txet"},
+            {"columns": {"caption": "txet"}},
             ["csv has no caption column 'txet', did you mean 'text'?"],
         ),
-        ("image,text", {"media_column": "imgae"}, ["no media column 'imgae', did you mean 'image'?"]),
-        ("image,text", {"media_column": "xyz"}, ["no media column 'xyz'. Columns found: 'image', 'text'."]),
-        ("image,text", {"caption_column": "image"}, ["no caption column 'image'"]),
+        ("image,text", {"columns": {"media": "imgae"}}, ["no media column 'imgae', did you mean 'image'?"]),
+        ("image,text", {"columns": {"media": "xyz"}}, ["no media column 'xyz'. Columns found: 'image', 'text'."]),
+        ("image,text", {"columns": {"caption": "image"}}, ["no caption column 'image'"]),
     ],
 )
 def test_columns_in_doubt_are_refused_with_the_flag_to_use(tmp_path, columns, flags, expected):
@@ -576,7 +576,7 @@ def test_flags_decide_between_columns_and_the_rest_is_listed(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     folder_of(tmp_path, {"a.jpg": None, "b.jpg": None})
     write(tmp_path / "metadata.csv", "file_name,image,text,prompt,score\na.jpg,b.jpg,one,two,5\n")
-    assert pairs(read_rows(tmp_path, media_column="image", caption_column="prompt")) == [("b.jpg", "two")]
+    assert pairs(read_rows(tmp_path, columns={"media": "image", "caption": "prompt"})) == [("b.jpg", "two")]
     assert "columns not used: 'file_name', 'text', 'score'" in caplog.text
 
 
@@ -713,12 +713,12 @@ def test_problems_of_hugging_face_datasets(tmp_path):
     data.rename_column("image", "photo").save_to_disk(tmp_path / "photo")
     message = refused(tmp_path / "photo")
     assert "no media column (image)" in message and "'photo', 'text'" in message and "--media_column" in message
-    assert len(read_rows(tmp_path / "photo", media_column="photo", allow_missing_captions=True)) == 3
+    assert len(read_rows(tmp_path / "photo", columns={"media": "photo"}, allow_missing_captions=True)) == 3
     data.add_column("caption", ["a", "b", "c"]).save_to_disk(tmp_path / "both")
     assert "several caption columns (text, caption)" in refused(tmp_path / "both")
     data.add_column("score", [1, 2, 3]).save_to_disk(tmp_path / "score")
-    assert "column 'score' holds" in refused(tmp_path / "score", media_column="score")
-    assert "is not text" in refused(tmp_path / "score", caption_column="score")
+    assert "column 'score' holds" in refused(tmp_path / "score", columns={"media": "score"})
+    assert "is not text" in refused(tmp_path / "score", columns={"caption": "score"})
     assert "cannot be used with" in refused(tmp_path / "saved", dataset_metadata="x.csv")
     empty = datasets.Dataset.from_dict({"image": [None], "text": ["one"]}, features=data.features)
     empty.save_to_disk(tmp_path / "empty")
@@ -841,7 +841,7 @@ MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, ".mp4", ".webm")
 
 
 def read_clips(path, **kwargs):
-    return read_rows(path, media_suffixes=MEDIA_SUFFIXES, frame_folders=True, **kwargs)
+    return read_rows(path, media_suffixes=MEDIA_SUFFIXES, **kwargs)
 
 
 def test_other_suffixes_are_items_when_they_are_asked_for(tmp_path):
@@ -887,7 +887,7 @@ def test_a_folder_of_images_with_a_text_of_its_name_is_one_item(tmp_path):
 
 def test_a_text_that_belongs_to_a_folder_and_a_clip_is_refused(tmp_path):
     folder_of(tmp_path, {"a.mp4": "one", "a/0.png": None})
-    message = refused(tmp_path, media_suffixes=MEDIA_SUFFIXES, frame_folders=True)
+    message = refused(tmp_path, media_suffixes=MEDIA_SUFFIXES)
     assert "a: a.txt is the caption of more than one file: a, a.mp4" in message
 
 
@@ -948,7 +948,7 @@ def test_hugging_face_columns_of_plain_paths_and_of_images(tmp_path):
     data.add_column("video", [str(clip)]).save_to_disk(tmp_path / "both")
     with pytest.raises(RefusedError, match=r"several media columns \(image, video\): name it by --media_column"):
         read_clips(tmp_path / "both")
-    assert [row.content for row in read_clips(tmp_path / "both", media_column="video")] == [clip]
+    assert [row.content for row in read_clips(tmp_path / "both", columns={"media": "video"})] == [clip]
     datasets.Dataset.from_dict({"video": [1.5], "text": ["one"]}).save_to_disk(tmp_path / "numbers")
     with pytest.raises(RefusedError, match="column 'video' holds .*, not images or clips"):
         read_clips(tmp_path / "numbers")

@@ -1019,7 +1019,7 @@ def test_every_ending_that_can_be_read_is_an_item(tmp_path, suffix, codec):
     options = QUICK if codec == "libvpx" else {}
     write_clip(tmp_path / f"a{suffix}", [noise(64, 64)] * 5, 25, codec, "yuv420p", options)
     (tmp_path / "a.txt").write_text("a caption")
-    (row,) = read_rows(tmp_path, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), frame_folders=True)
+    (row,) = read_rows(tmp_path, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES))
     assert (row.id, row.caption, row.problem) == (f"a{suffix}", "a caption", None)
     assert load(row, fps=25)[0]["used"]["frames"] == 5
 
@@ -1035,7 +1035,7 @@ def test_other_media_are_bad_items_by_name(tmp_path):
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
         (tmp_path / name).with_suffix(".txt").write_text("a caption")
-    rows = read_rows(tmp_path, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), frame_folders=True)
+    rows = read_rows(tmp_path, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES))
     message = refused(*rows, row_of(files["a.heic"], "train/0"))
     for line in (
         "a.heic is not an image that Pillow can read; save HEIF",
@@ -1054,7 +1054,7 @@ def test_a_frame_that_cannot_be_read_is_not_passed_over(tmp_path):
         Image.new("RGB", (64, 64)).save(folder / f"{n}.png")
     (folder / "5.heic").write_bytes(HEIF)
     (tmp_path / "frames.txt").write_text("a caption")
-    (row,) = read_rows(tmp_path, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), frame_folders=True)
+    (row,) = read_rows(tmp_path, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES))
     assert "frames: 5.heic is not an image that Pillow can read; save HEIF" in refused(row)
 
 
@@ -1198,7 +1198,7 @@ def test_a_dataset_of_every_kind_of_clip(tmp_path):
     for name in ("sub/é", "b", "c", "d"):
         (tmp_path / f"{name}.txt").write_text(f"caption of {name}")
     suffixes = tuple(sorted({*VIDEO_SUFFIXES, *IMAGE_SUFFIXES}))
-    rows = read_rows(tmp_path, media_suffixes=suffixes, frame_folders=True)
+    rows = read_rows(tmp_path, media_suffixes=suffixes)
     assert [(row.id, row.caption) for row in rows] == [
         ("b.GIF", "caption of b"),
         ("c.png", "caption of c"),

@@ -79,7 +79,7 @@ def read_csv(path, **kwargs):
 
 def read_back(folder, **kwargs):
     """Returns the captions by id as training on clips reads them."""
-    rows = read_rows(folder, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), frame_folders=True, **kwargs)
+    rows = read_rows(folder, media_suffixes=(*VIDEO_SUFFIXES, *IMAGE_SUFFIXES), **kwargs)
     return {row.id: row.caption for row in rows}
 
 
