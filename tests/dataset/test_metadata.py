@@ -576,7 +576,9 @@ def test_flags_decide_between_columns_and_the_rest_is_listed(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     folder_of(tmp_path, {"a.jpg": None, "b.jpg": None})
     write(tmp_path / "metadata.csv", "file_name,image,text,prompt,score\na.jpg,b.jpg,one,two,5\n")
-    assert pairs(read_rows(tmp_path, columns={"media": "image", "caption": "prompt"})) == [("b.jpg", "two")]
+    args = Namespace(dataset_path=str(tmp_path), dataset_metadata=None, dataset_repeat=1, datasets=None)
+    args.media_column, args.caption_column, args.allow_missing_captions = "image", "prompt", False
+    assert pairs(read_datasets(args)) == [("b.jpg", "two")]
     assert "columns not used: 'file_name', 'text', 'score'" in caplog.text
 
 
