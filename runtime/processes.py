@@ -119,11 +119,6 @@ def full_tensors(tensors):
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a DTensor
 
 
-def wait_for_all(accelerator):
-    """Wait until all processes are here, even if one writes for longer than collectives may take."""
-    gather_from_all(accelerator, None)
-
-
 class StopRequest:
     """Context in which SIGTERM and SIGINT do not end the process, but ask it to stop after the current step.
 
