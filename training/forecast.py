@@ -220,11 +220,11 @@ class RunForecast:
 
     @property
     def result_bytes(self):
-        """Bytes of the file or folder that a run leaves, one for each expert."""
+        """Bytes of the file or folder that a run leaves, one file for each stage."""
         if self.args.training_mode == "full":
             return self._bytes["weights"]
         size = self._bytes["adapters"] * (1 if self.args.lora_dtype == "fp32" else 0.5)
-        return int(size * (2 if getattr(self.args, "expert", None) == "both" else 1))
+        return int(size * len(self.family.stages))
 
     @property
     def checkpoint_bytes(self):

@@ -62,7 +62,7 @@ class RunRecord:
             on_main_process(accelerator, lambda: write_json_lines(self.output_dir / "dataset.jsonl", records))
         on_main_process(accelerator, self._write)
         count = sum(math.prod(shape) for shape, _ in forecast.parameters.values())
-        num_steps = data.batches.last_step * (2 if getattr(args, "expert", None) == "both" else 1)
+        num_steps = data.batches.last_step * len(forecast.family.stages)
         how = {"num_tokens": num_tokens, "cache_bytes": forecast.cache_bytes}
         for line in (
             f"{len(forecast.parameters)} tensors with {count:,} parameters are trained, in fp32",
