@@ -1,6 +1,7 @@
 """Where the memory of a run goes: named points, the first steps by category, and what to say when it runs out."""
 
 import contextlib
+import math
 import re
 import time
 import weakref
@@ -114,15 +115,13 @@ class MemoryLog:
     def table(self):
         """Return all points as a text table."""
         keys = ("allocated_bytes", "reserved_bytes", "peak_bytes", "host_rss_bytes", "pinned_bytes")
-        scale, unit = _unit(max((point[key] or 0 for point in self.points for key in keys), default=0))
-        rows = [("memory at", "seconds", "allocated", "reserved", "peak since", "host", "pinned", unit)]
+        rows = [("memory at", "seconds", "allocated", "reserved", "peak since", "host", "pinned")]
         for number, point in enumerate(self.points):
             if number not in self._repeated:
-                sizes = ["-" if point[key] is None else f"{point[key] / scale:.2f}" for key in keys]
-                rows.append((point["name"], f"{point['seconds']:.1f}", *sizes, ""))
+                sizes = ["-" if point[key] is None else format_bytes(point[key]) for key in keys]
+                rows.append((point["name"], f"{point['seconds']:.1f}", *sizes))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (row[0].ljust(widths[0]) + "  " + "  ".join(map(str.rjust, row[1:], widths[1:])) for row in rows)
-        return "\n".join(map(str.rstrip, lines))
+        return "\n".join("  ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]))) for row in rows)
 
     # ---- training
 
@@ -192,14 +191,14 @@ class MemoryLog:
             actual["of host memory in use"] = in_use
         if not self._has_counters() and self._step is not None and self.watched.peak_bytes:
             actual["at the peak of the first steps' tensors"] = self.watched.peak_bytes
-        actual = ", ".join(f"{_size(num_bytes)} {what}" for what, num_bytes in actual.items())
+        actual = ", ".join(f"{format_bytes(num_bytes)} {what}" for what, num_bytes in actual.items())
         compared = f"Actual: {actual}"
         if self.forecast_bytes is not None and self._aside is None:
-            compared = f"Forecast for training: {_size(self.forecast_bytes)}; actual: {actual}"
+            compared = f"Forecast for training: {format_bytes(self.forecast_bytes)}; actual: {actual}"
         message = f"Out of memory {self._where()}{asked}. {compared}."
         phase = self._aside or (None if self._step is None else "training")
         best = sorted(self.suggestions(phase), key=lambda pair: -pair[1])[:3] if self.suggestions is not None else ()
-        listed = "; ".join(f"{setting} ({_size(num_bytes)})" for setting, num_bytes in best)
+        listed = "; ".join(f"{setting} ({format_bytes(num_bytes)})" for setting, num_bytes in best)
         return f"{message} What would save most: {listed}." if listed else message
 
     def _where(self):
@@ -394,9 +393,11 @@ def _unit(num_bytes):
     return (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
 
 
-def _size(num_bytes):
+def format_bytes(num_bytes, up=False):
+    """Return a number of bytes in GiB, or in MiB below one; rounded `up` where less would not do."""
     scale, unit = _unit(num_bytes)
-    return f"{num_bytes / scale:.1f} {unit}"
+    hundredths = num_bytes / scale * 100
+    return f"{(math.ceil(hundredths) if up else round(hundredths)) / 100:.2f} {unit}"
 
 
 def _plot(watch, path, forecast_bytes):
@@ -422,14 +423,14 @@ def _plot(watch, path, forecast_bytes):
         parked = [num_bytes / scale for num_bytes in parked]
         axes.step(events, parked, where="post", color="black", linestyle="--", label="parked in host memory")
     if forecast_bytes is not None:
-        axes.axhline(forecast_bytes / scale, color="crimson", label=f"forecast peak, {_size(forecast_bytes)}")
+        axes.axhline(forecast_bytes / scale, color="crimson", label=f"forecast peak, {format_bytes(forecast_bytes)}")
     styles = {"forward": (":", "a forward pass"), "backward": ("-.", "a backward pass"), "step": ("-", "a step")}
     for what, (linestyle, name) in styles.items():
         label = f"{name} ends"
         for event in (event for event, mark in watch.marks if mark == what):
             axes.axvline(event, color="0.3", linestyle=linestyle, linewidth=1, label=label)
             label = None  # once in the legend
-    title = f"Memory by category, optimizer steps 1 to {watch.num_steps}: at most {_size(watch.peak_bytes)}"
+    title = f"Memory by category, optimizer steps 1 to {watch.num_steps}: at most {format_bytes(watch.peak_bytes)}"
     axes.set(xlabel="operations that made tensors, in their order", ylabel=unit, ylim=(0, None), title=title)
     figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)

@@ -15,6 +15,7 @@ import torch
 
 from blockwise import offload
 from blockwise.estimate import StepProfile, fake_tensors, optimizer_bytes, peak_of, shrink, without_content
+from blockwise.log import format_bytes
 from blockwise.plan import BudgetError, MemoryPlan
 from dataset.buckets import bucket_key
 from runtime.errors import RefusedError
@@ -24,10 +25,8 @@ from training.module import DiffusionTrainingModule, make_trainable, parameters_
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
-
 # Shown to users where a device's own size is compared: its context, workspaces of its libraries, rounding.
-RESERVED_BYTES = GIB
+RESERVED_BYTES = 2**30
 
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2")
 
@@ -531,13 +530,6 @@ def _as_on_an_accelerator(optimizer_class, arguments):
     if "foreach" in accepted and not arguments.get("fused"):
         return {"foreach": True} | arguments
     return arguments
-
-
-def format_bytes(num_bytes, up=False):
-    """Return a number of bytes in GiB, or in MiB below one; rounded `up` where less would not do."""
-    unit, size = ("GiB", GIB) if num_bytes >= GIB else ("MiB", 2**20)
-    hundredths = num_bytes / size * 100
-    return f"{(math.ceil(hundredths) if up else round(hundredths)) / 100:.2f} {unit}"
 
 
 def _listed(sizes):

@@ -133,14 +133,14 @@ def test_table(monkeypatch):
         context.setattr(offload, "counters", lambda: {"slab_bytes": 3 * 2**29})
         log.point("transformer loaded")
     header, *lines = log.table().split("\n")
-    assert header.split() == "memory at seconds allocated reserved peak since host pinned GiB".split()
-    assert [line.split()[-5:-2] for line in lines] == [["-"] * 3] * 2
-    assert lines[0].startswith("start  ") and lines[0].endswith(" 0.00")
-    assert lines[1].startswith("transformer loaded  ") and lines[1].endswith(" 1.50")
-    assert len({len(line) for line in lines}) == 1 and header[: len(lines[0])].endswith("pinned")
+    assert header.split() == "memory at seconds allocated reserved peak since host pinned".split()
+    assert [line.split()[-7:-4] for line in lines] == [["-"] * 3] * 2
+    assert lines[0].startswith("start  ") and lines[0].endswith(" 0.00 MiB")
+    assert lines[1].startswith("transformer loaded  ") and lines[1].endswith(" 1.50 GiB")
+    assert len({len(line) for line in (header, *lines)}) == 1 and header.endswith("pinned")
     FakeDevice(monkeypatch)
     log.begin(torch.device("cuda"))
-    assert log.table().split("\n")[-1].split()[2:5] == ["0.00", "2.00", "0.00"]
+    assert log.table().split("\n")[-1].split()[2:8] == ["0.00", "MiB", "2.00", "GiB", "0.00", "MiB"]
 
 
 # ---------------------------------------------------------------- the first steps, by category
@@ -338,8 +338,8 @@ def test_out_of_memory_compares_with_the_forecast_and_says_what_would_help(monke
         device.hold(2**31, peak=3 * 2**30)
         raise MemoryError
     assert str(error.value) == (
-        "Out of memory after the point 'VAE'. Forecast for training: 1.0 GiB; actual: 2.0 GiB allocated, 2.0 GiB "
-        "reserved, 3.0 GiB at the peak. What would save most: --b (1.0 GiB); --d (2.0 MiB); --c (1.0 MiB)."
+        "Out of memory after the point 'VAE'. Forecast for training: 1.00 GiB; actual: 2.00 GiB allocated, 2.00 GiB "
+        "reserved, 3.00 GiB at the peak. What would save most: --b (1.00 GiB); --d (2.00 MiB); --c (1.00 MiB)."
     )
 
 
