@@ -85,43 +85,46 @@ class EncodingPlan:
         identities (`dict[str, object]`):
             From the kind of an encoder to what its results depend on in addition to what it reads: its weights, and
             the version that the family states. Values that JSON takes.
-        encodings (`Iterable[Encoding]`): All that the run reads; equal ones are one entry.
 
     Attributes:
         missing (`dict[str, dict[pathlib.Path, Encoding]]`):
-            For each kind what is not in the cache of every process, those of the most pixels first.
-
-    Raises:
-        RefusedError: The processes have different encoders.
+            For each kind what is not in the cache of every process, those of the most pixels first, once all samples
+            are planned and `find_missing` was called.
     """
 
-    def __init__(self, cache, accelerator, identities, encodings):
-        self.cache, self.accelerator = cache, accelerator
+    def __init__(self, cache, accelerator, identities):
+        self.cache, self.accelerator, self.wanted, self.missing = cache, accelerator, {}, {}
         # A CPU has no other kernels for it.
         deterministic = accelerator.device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
         common = installed_versions(_ENCODER_PACKAGES), accelerator.device.type, deterministic
         self._common = {kind: digest_of([identity, common]) for kind, identity in identities.items()}
-        wanted = {self.path(encoding): encoding for encoding in encodings}
-        # What one process does not see is missing: machines may have folders of their own.
-        seen = gather_from_all(accelerator, {str(path): is_complete(path) for path in wanted})
-        if any(other.keys() != seen[0].keys() for other in seen):
-            raise RefusedError("The processes have different encoders or different code; make all machines alike.")
-        absent = [path for path in wanted if not all(other[str(path)] for other in seen)]
-        absent.sort(key=lambda path: -wanted[path].pixel_bytes)
-        self.missing = {
-            kind: {path: wanted[path] for path in absent if wanted[path].kind == kind} for kind in identities
-        }
-        for kind, missing in self.missing.items():
-            num_entries = sum(encoding.kind == kind for encoding in wanted.values())
-            logger.info("cache: %d of %d %s are encoded already", num_entries - len(missing), num_entries, kind)
-
-    def path(self, encoding):
-        """Return where an entry is, or will be (`pathlib.Path`)."""
-        return self.cache.path(encoding.kind, [self._common[encoding.kind], encoding.key])
 
     def paths(self, encodings):
-        """Return where the entries of one sample are, as `read_sample` takes them."""
-        return tuple(map(self.path, encodings))
+        """Plan the entries of a sample, equal ones once; return where they will be, as `read_sample` takes them."""
+        found = {
+            self.cache.path(encoding.kind, [self._common[encoding.kind], encoding.key]): encoding
+            for encoding in encodings
+        }
+        self.wanted |= found
+        return tuple(found)
+
+    def find_missing(self):
+        """Find out what is to be encoded.
+
+        Raises:
+            RefusedError: The processes have different encoders.
+        """
+        # What one process does not see is missing: machines may have folders of their own.
+        seen = gather_from_all(self.accelerator, {str(path): is_complete(path) for path in self.wanted})
+        if any(other.keys() != seen[0].keys() for other in seen):
+            raise RefusedError("The processes have different encoders or different code; make all machines alike.")
+        absent = [path for path in self.wanted if not all(other[str(path)] for other in seen)]
+        absent.sort(key=lambda path: -self.wanted[path].pixel_bytes)
+        for kind in self._common:
+            wanted = [path for path, encoding in self.wanted.items() if encoding.kind == kind]
+            self.missing[kind] = {path: self.wanted[path] for path in absent if self.wanted[path].kind == kind}
+            num_missing = len(self.missing[kind])
+            logger.info("cache: %d of %d %s are encoded already", len(wanted) - num_missing, len(wanted), kind)
 
 
 def count_caption_tokens(items, further_captions, count_tokens):

@@ -107,6 +107,8 @@ class Run:
         batches (`BatchPlan`)
         caption_tokens (`dict[str, int]`): Caption -> tokens that are kept of it.
         encodings (`EncodingPlan`)
+        samples, held_out_samples (`list[Sample]`): Where the cache has what is encoded of those items.
+        prompt_entries (`dict[str, pathlib.Path]`): And of the texts of previews.
         forecast (`RunForecast`), plan (`MemoryPlan`)
     """
 
@@ -168,11 +170,11 @@ class Run:
         self.caption_tokens = count_caption_tokens([*items, *held_out], dropped + prompts, count)
         with refuse_unreadable_model(args):
             identities = family.encoder_identities(self.digests)
-        wanted = [(item, None) for item in [*items, *held_out]]
-        wanted += [(item, caption) for caption in dropped for item in items]
-        encodings = [encoding for item, caption in wanted for encoding in encodings_of(family, item, caption)]
-        encodings += [Encoding("captions", (prompt,)) for prompt in prompts]
-        self.encodings = EncodingPlan(self.cache, accelerator, identities, encodings)
+        encodings = self.encodings = EncodingPlan(self.cache, accelerator, identities)
+        self.samples = [plan_sample(family, encodings, item, *dropped) for item in items]
+        self.held_out_samples = [plan_sample(family, encodings, item) for item in held_out]
+        self.prompt_entries = {prompt: encodings.paths([Encoding("captions", (prompt,))])[0] for prompt in prompts}
+        encodings.find_missing()
 
     def _inspect(self):
         """Read the dataset and inspect every item of it; nothing is encoded yet."""
@@ -249,8 +251,10 @@ class Run:
             if self.initial[stage] and not resumed_steps:
                 accelerator.print(lora_init.start_from(transformer, self.initial[stage]))
             log.point("adapters")
-        held_out = encoded_dataset(family, args, self.encodings, self.held_out, [None] * len(self.held_out))
-        dataset = encoded_dataset(family, args, self.encodings, self.items, self.laws[stage])
+        held_out = TrainingDataset(self.held_out_samples, padded=family.padded)
+        samples = [sample._replace(law=law) for sample, law in zip(self.samples, self.laws[stage], strict=True)]
+        how = {"padded": family.padded, "caption_dropout": args.caption_dropout, "seed": args.seed}
+        dataset = TrainingDataset(samples, **how)
         training = Training(
             *(accelerator, args, stage, module, dataset, self.batches, log, self.optimizer, resumed_steps),
             checkpoint=self.checkpoint if resumed_steps else None,
@@ -269,11 +273,11 @@ class Run:
 
     def _sampler(self, stage):
         """Return the `Sampler` for the transformer of a `Stage`."""
-        family, args, path = self.family, self.args, self.encodings.path
+        family, args = self.family, self.args
         return validation.Sampler(
             family.load_preview_pipeline(),
             partial(family.sample, **self.preview_settings | family.guidance(args.guidance_scale)),
-            {text: path(Encoding("captions", (text,))) for text in validation.preview_prompts(args)},
+            self.prompt_entries,
             load_other=partial(self._load_other, stage) if stage.other is not None else None,
             takes_turns=self.forecast.previews_take_turns(self.plan),
             fps=args.fps if family.is_video else None,
@@ -300,18 +304,10 @@ def media_of(family):
     return inspect_clips, read_clip
 
 
-def encodings_of(family, item, caption=None):
-    """Return each `Encoding` of an item, with another caption if one is given."""
-    given = family.encodings(item, item.row.caption if caption is None else caption)
-    return [Encoding(kind, texts, item, roles) for kind, texts, roles in given]
-
-
-def encoded_dataset(family, args, encodings, items, laws):
-    """Return the `TrainingDataset` of items whose encodings are all in the cache, with a `SigmaLaw` for each."""
-    samples = []
-    for item, law in zip(items, laws, strict=True):
-        entries, dropped = encodings.paths(encodings_of(family, item)), ()
-        if args.caption_dropout > 0:
-            dropped = encodings.paths(encodings_of(family, item, family.dropped_caption))
-        samples.append(Sample(item.row.id, entries, dropped, law))
-    return TrainingDataset(samples, padded=family.padded, caption_dropout=args.caption_dropout, seed=args.seed)
+def plan_sample(family, encodings, item, *dropped_caption):
+    """Plan what is encoded of an item, in an `EncodingPlan`; return its `Sample`, also for its dropped caption."""
+    entries = [
+        encodings.paths(Encoding(kind, texts, item, roles) for kind, texts, roles in family.encodings(item, caption))
+        for caption in (item.row.caption, *dropped_caption)
+    ]
+    return Sample(item.row.id, *entries)

@@ -36,8 +36,10 @@ def media(tmp_path, num_items):
         for n in range(num_items)
     ]
     wanted = [Encoding("media", item=item, roles=("target",)) for item in items]
-    plan = EncodingPlan(UnchangedFiles(tmp_path), ONE_PROCESS, {"media": None}, wanted)
-    return plan, [plan.path(encoding) for encoding in wanted]
+    plan = EncodingPlan(UnchangedFiles(tmp_path), ONE_PROCESS, {"media": None})
+    paths = plan.paths(wanted)
+    plan.find_missing()
+    return plan, paths
 
 
 def run(plan, encode, read):
@@ -138,7 +140,9 @@ def test_processes_wait_longer_than_collectives_may_take(on_two_processes, tmp_p
             gather_from_all(accelerator, None)
             cache = Cache(sys.argv[2], accelerator.process_index)
             wanted = [Encoding("captions", (str(n),)) for n in range(8)]
-            plan = EncodingPlan(cache, accelerator, {"captions": None}, wanted)
+            plan = EncodingPlan(cache, accelerator, {"captions": None})
+            plan.paths(wanted)
+            plan.find_missing()
 
             def encode(encoder, caption):
                 time.sleep(1.25 if int(caption) % 2 == 0 else 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dataset.batches import load_batches, plan_batches
+from dataset.batches import TrainingDataset, load_batches, plan_batches
 from dataset.buckets import Sizing, bucket_key, describe_buckets
 from dataset.cache import Cache
 from dataset.encoding import Encoding, EncodingPlan, encode_missing
@@ -19,7 +19,7 @@ from dataset.metadata import describe_rows, read_rows
 from pipelines.family import Family
 from runtime.errors import RefusedError
 from training.flow_matching import SigmaLaw
-from training.run import encoded_dataset, encodings_of
+from training.run import plan_sample
 
 
 ONE_PROCESS = types.SimpleNamespace(process_index=0, num_processes=1, is_main_process=True, device=torch.device("cpu"))
@@ -178,23 +178,24 @@ FAMILY = MadeUp()
 
 
 def prepare(folder, identities=None, encode=True):
-    """Inspect, plan and encode a folder; return its items and the plan."""
+    """Inspect, plan and encode a folder; return its items, their samples, the plan, and how much was missing."""
     cache = Cache(folder / "cache")
     rows = read_rows(folder, roles=FAMILY.roles)
     sizing = Sizing(None, None, 64 * 64, 16)
     items = inspect_rows(rows, sizing, cache=cache, use_file=FAMILY.use_file)
-    wanted = [entry for item in items for caption in (None, "") for entry in encodings_of(FAMILY, item, caption)]
-    plan = EncodingPlan(cache, ONE_PROCESS, identities or {"captions": 1, "media": 1}, wanted)
+    plan = EncodingPlan(cache, ONE_PROCESS, identities or {"captions": 1, "media": 1})
+    samples = [plan_sample(FAMILY, plan, item, "") for item in items]
+    plan.find_missing()
     num_missing = {kind: len(missing) for kind, missing in plan.missing.items()}
     if encode:
         encode_missing(plan, "captions", None, load=lambda: "text", encode=FAMILY.encode_prompt, read=read_image)
         encode_missing(plan, "media", None, load=lambda: "media", encode=FAMILY.encode_media, read=read_image)
-    return items, plan, num_missing
+    return items, samples, plan, num_missing
 
 
-def dataset_of(items, plan, caption_dropout=0.0):
-    args = types.SimpleNamespace(caption_dropout=caption_dropout, seed=0)
-    return encoded_dataset(FAMILY, args, plan, items, [SigmaLaw("uniform", 1.0)] * len(items))
+def dataset_of(samples, caption_dropout=0.0):
+    samples = [sample._replace(law=SigmaLaw("uniform", 1.0)) for sample in samples]
+    return TrainingDataset(samples, padded=FAMILY.padded, caption_dropout=caption_dropout)
 
 
 def test_batches_of_samples_with_references(folder):
@@ -204,7 +205,7 @@ def test_batches_of_samples_with_references(folder):
     table = [(0, "one0.png", {}), (1, ["one1.png", "two1.png"], {}), (2, ["two2.png", "one2.png"], {})]
     table += [(3, "two2.png", {}), (4, ["one2.png", "two2.png"], {"prompt": "long " * 9}), (5, ["one2.png"] * 3, {})]
     write_table(folder, *table)
-    items, plan, _ = prepare(folder)
+    items, samples, *_ = prepare(folder)
     shapes = [bucket_key(item.record, 2)[0] for item in items]
     assert len(set(shapes)) == 5 and shapes[1] == shapes[4]
     args = types.SimpleNamespace(
@@ -212,7 +213,7 @@ def test_batches_of_samples_with_references(folder):
     )
     batches = plan_batches(args, items, 1, num_tokens=lambda *size: 1, resumed={"step": 0}, model={})
     assert batches.last_step == 5
-    dataset = dataset_of(items, plan)
+    dataset = dataset_of(samples)
     loaded = list(load_batches(dataset, batches, process_index=0, steps=range(1, 6), num_workers=2))
     assert sorted(len(batch["latents"]) for batch in loaded) == [1, 1, 1, 1, 2]
     (pair,) = [batch for batch in loaded if len(batch["latents"]) == 2]
@@ -229,15 +230,15 @@ def test_batches_of_samples_with_references(folder):
 def test_the_largest_target_is_batched_apart(folder):
     Image.new("RGB", (96, 96)).save(folder / "target1.png")
     write_table(folder, (0, "one0.png", {}), (1, "one0.png", {}), (2, "one0.png", {}))
-    items, _, _ = prepare(folder, encode=False)
+    items, *_ = prepare(folder, encode=False)
     shapes = [bucket_key(item.record, 2)[0] for item in items]
     assert shapes[0] == shapes[2] != shapes[1] and shapes[0].files == shapes[1].files
 
 
 def test_a_dropped_caption_changes_all_tensors_of_the_text_and_none_of_the_media(folder):
     write_table(folder, (0, ["one0.png", "two0.png"], {"mask": "two1.png"}))
-    items, plan, _ = prepare(folder)
-    dataset, plain = dataset_of(items, plan, caption_dropout=0.5), dataset_of(items, plan)
+    _, samples, *_ = prepare(folder)
+    dataset, plain = dataset_of(samples, caption_dropout=0.5), dataset_of(samples)
     dropped = 0
     for step in range(1, 30):
         ours, other = dataset[step, 0, 0], plain[step, 0, 0]
@@ -257,7 +258,7 @@ def test_an_entry_is_made_again_when_what_it_reads_changes_and_no_other(folder):
     def missing(*rows, **kwargs):
         if rows:
             write_table(folder, *rows)
-        return prepare(folder, **kwargs)[2]
+        return prepare(folder, **kwargs)[3]
 
     # Of each item its caption and the dropped one; with the same references those are one.
     assert missing() == {"captions": 5, "media": 4}
@@ -281,8 +282,7 @@ def test_versions_of_packages_and_of_decoding_count(folder, monkeypatch):
     text, media = Encoding("captions", ("a",)), Encoding("media", (), item, ("target",))
 
     def paths():
-        plan = EncodingPlan(Cache(folder / "cache"), ONE_PROCESS, {"captions": 1, "media": 1}, [text, media])
-        return plan.path(text), plan.path(media)
+        return EncodingPlan(Cache(folder / "cache"), ONE_PROCESS, {"captions": 1, "media": 1}).paths([text, media])
 
     before = paths()
     assert paths() == before
@@ -303,7 +303,7 @@ def test_a_further_file_that_cannot_be_read_is_named(folder):
 
 def test_a_reference_that_changes_while_it_is_read_is_refused(folder):
     write_table(folder, (0, ["one0.png"], {}))
-    _, plan, _ = prepare(folder, encode=False)
+    _, _, plan, _ = prepare(folder, encode=False)
 
     def read_and_change(row, record):
         pixels = read_image(row, record)
