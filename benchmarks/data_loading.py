@@ -81,7 +81,8 @@ def waiting_share(dataset, step, *, batch_size, num_workers, num_steps, step_sec
         batch_size, num_workers, num_steps (`int`): The first five steps do not count.
         step_seconds (`float`)
     """
-    plan = BatchPlan([(0,)] * len(dataset), train_batch_size=batch_size, num_processes=1)
+    keys, ones = [(None, batch_size)] * len(dataset), [1] * len(dataset)
+    plan = BatchPlan(keys, ones, ones, num_processes=1, gradient_accumulation_steps=1, seed=0)
     steps = range(1, num_steps + 6)
     loader = load_batches(dataset, plan, process_index=0, steps=steps, num_workers=num_workers)
     waits = []

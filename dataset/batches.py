@@ -50,43 +50,29 @@ class BatchPlan:
     """The order of training, the same on every process: a function of the step.
 
     Args:
-        sizes (`list[tuple]`):
-            For each item its `Shape`, or whatever only those have in common that may come into one micro-batch.
-        train_batch_size, dataset_repeat (`int`, or `list[int]` with one for each item):
-            Items of one size with different batch sizes do not meet.
+        keys (`list[tuple]`):
+            For each item its `bucket_key`: what only those have in common that may come into one micro-batch, and how
+            many of them make one.
+        repeats (`list[int]`): How often each item comes in an epoch.
+        tokens (`list[int]`): How many tokens each item is for the model.
         num_processes, gradient_accumulation_steps, seed (`int`)
-        tokens (`list[int]`, *optional*): For each item how many tokens it is for the model; by default equally many.
     """
 
-    def __init__(
-        self,
-        sizes,
-        *,
-        train_batch_size,
-        num_processes,
-        gradient_accumulation_steps=1,
-        dataset_repeat=1,
-        tokens=None,
-        seed=0,
-    ):
-        def for_each(value):
-            return [value] * len(sizes) if isinstance(value, int) else value
-
-        self.num_processes, self.seed = num_processes, seed
+    def __init__(self, keys, repeats, tokens, *, num_processes, gradient_accumulation_steps, seed):
+        self.tokens, self.num_processes, self.seed = tokens, num_processes, seed
         self.batches_per_step = num_processes * gradient_accumulation_steps
-        self.batch_sizes, self.tokens = for_each(train_batch_size), for_each(tokens or 1)
         self.last_step = None  # from `plan_batches`, as what a checkpoint remembers of the run
         self.identity = {}
         self._buckets = {}
-        repeats = for_each(dataset_repeat)
-        for index, (size, batch_size, repeat) in enumerate(zip(sizes, self.batch_sizes, repeats, strict=True)):
-            self._buckets.setdefault((size, batch_size), []).extend([index] * repeat)
+        for index, (key, repeat) in enumerate(zip(keys, repeats, strict=True)):
+            self._buckets.setdefault(key, []).extend([index] * repeat)
         self.samples_per_epoch = sum(repeats)
         num_batches = sum(-(-len(indices) // batch_size) for (_, batch_size), indices in self._buckets.items())
         self.steps_per_epoch = -(-num_batches // self.batches_per_step)
-        several = len(set(self.batch_sizes)) > 1
+        batch_sizes = {batch_size for _, batch_size in keys}
+        self.most_per_step = max(batch_sizes) * self.batches_per_step
         # Of a whole step; None where that differs from step to step.
-        self.samples_per_step = None if several else self.batch_sizes[0] * self.batches_per_step
+        self.samples_per_step = self.most_per_step if len(batch_sizes) == 1 else None
         self._epoch = functools.lru_cache(maxsize=2)(self._plan_epoch)
 
     @property
@@ -94,19 +80,23 @@ class BatchPlan:
         """How many samples of each size an epoch has."""
         return collections.Counter(size for (size, _), indices in self._buckets.items() for _ in indices)
 
+    def _find(self, step):
+        """Return the batches of an optimizer step, and how many samples come before it."""
+        epoch, place = divmod(step - 1, self.steps_per_epoch)
+        steps, counts = self._epoch(epoch)
+        return steps[place], epoch * self.samples_per_epoch + counts[place]
+
     def micro_batches(self, step):
         """Return the micro-batches of an optimizer step, counted from 1: of each, for each process a list of items.
 
         Lists at the end of the last one may be empty.
         """
-        epoch, place = divmod(step - 1, self.steps_per_epoch)
-        batches = self._epoch(epoch)[0][place]
+        batches, _ = self._find(step)
         return list(_in_groups(batches + [[]] * (-len(batches) % self.num_processes), self.num_processes))
 
     def step(self, step):
         """Return the items of an optimizer step, counted from 1: for each position of the global batch an index."""
-        epoch, place = divmod(step - 1, self.steps_per_epoch)
-        return list(itertools.chain(*self._epoch(epoch)[0][place]))
+        return list(itertools.chain(*self._find(step)[0]))
 
     def own_part(self, step, process_index):
         """Return what one process does in an optimizer step: for each micro-batch the places (step, position, index).
@@ -132,8 +122,7 @@ class BatchPlan:
 
     def samples_before(self, step):
         """Return how many samples come before an optimizer step."""
-        epoch, place = divmod(step - 1, self.steps_per_epoch)
-        return epoch * self.samples_per_epoch + (self._epoch(epoch)[1][place] if place else 0)
+        return self._find(step)[1]
 
     def epoch(self, step):
         """Return the epoch, from 0, to which an optimizer step belongs."""
@@ -146,7 +135,7 @@ class BatchPlan:
 
     def describe(self):
         """Return one line on the length of the run, for a person."""
-        num_samples, most = self.num_samples, max(self.batch_sizes)
+        num_samples, most = self.num_samples, self.most_per_step // self.batches_per_step
         return (
             f"{self.last_step} optimizer steps of {num_samples / self.last_step:.4g} samples on average (up to {most} "
             f"x {self.num_processes} processes x {self.batches_per_step // self.num_processes} micro-batches); "
@@ -158,11 +147,8 @@ class BatchPlan:
         """Return the steps of an epoch, each a list of batches, and how many samples come before each step."""
         timed = []
         for number, ((_, batch_size), indices) in enumerate(self._buckets.items()):
-            order, jitter = (
-                np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, number, purpose, epoch])))
-                for purpose in (0, 1)
-            )
-            order = order.permutation(len(indices))
+            order = np.random.default_rng([self.seed, number, 0, epoch]).permutation(len(indices))
+            jitter = np.random.default_rng([self.seed, number, 1, epoch])
             # Each bucket lays its batches out over the epoch, one somewhere in each slot of its own length; sorted by
             # time they mix at random and yet keep every size in step with the others.
             for n, places in enumerate(_in_groups(order, batch_size)):
@@ -208,22 +194,15 @@ def plan_batches(args, items, num_processes, *, num_tokens, resumed, model, num_
             another model.
     """
     keys = [bucket_key(item.record, args.train_batch_size) for item in items]
-    batches = BatchPlan(
-        [shape for shape, _ in keys],
-        train_batch_size=[batch_size for _, batch_size in keys],
-        num_processes=num_processes,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        dataset_repeat=[item.row.repeat for item in items],
-        tokens=[num_tokens(shape.height, shape.width, shape.frames) for shape, _ in keys],
-        seed=args.seed,
-    )
+    repeats, accumulation = [item.row.repeat for item in items], args.gradient_accumulation_steps
+    tokens = [num_tokens(shape.height, shape.width, shape.frames) for shape, _ in keys]
+    how = {"num_processes": num_processes, "gradient_accumulation_steps": accumulation, "seed": args.seed}
+    batches = BatchPlan(keys, repeats, tokens, **how)
     last_step = batches.last_step = args.max_train_steps or args.num_train_epochs * batches.steps_per_epoch
-    if len(batches.micro_batches(1)) < args.gradient_accumulation_steps:
-        logger.warning(
-            "--gradient_accumulation_steps is %d, but an epoch has %d micro-batches and a step takes no more; raise "
-            "--dataset_repeat for larger steps",
-            *(args.gradient_accumulation_steps, len(batches.micro_batches(1))),
-        )
+    most = len(batches.micro_batches(1))
+    if most < accumulation:
+        message = "--gradient_accumulation_steps is %d, but an epoch has %d micro-batches and a step takes no more"
+        logger.warning(f"{message}; raise --dataset_repeat for larger steps", accumulation, most)
     described = [
         [*(item.record[key] for key in ("id", "caption", "used")), item.row.repeat, item.digest] for item in items
     ]
@@ -241,35 +220,20 @@ def plan_batches(args, items, num_processes, *, num_tokens, resumed, model, num_
 
 def _check_resumed(args, identity, compared, resumed, end):
     """Refuse a checkpoint that is past the end, or of a run with other batches, another dataset or another model."""
-    problem = None
-    differing = [name for name in compared if identity[name] != resumed.get(name)]
-    of_model = [key for key, before in resumed["model"].items() if identity["model"].get(key) != before]
-    if resumed["step"] > end:
-        problem = f"it is at step {resumed['step']}, this run ends at step {end}; raise the number of steps or epochs"
-    elif differing:
-        name = differing[0]
-        problem = (
-            f"this run has {identity[name]} {name.replace('_', ' ')}, that of the checkpoint had {resumed.get(name)}; "
-            "make processes x accumulation x batch size, and items x repeats, what they were"
-        )
-    elif of_model:
-        key = of_model[0]
-        problem = (
-            f"the model has {key} {identity['model'].get(key)}, that of the checkpoint had {resumed['model'][key]}"
-        )
-    elif identity["dataset"] != resumed["dataset"]:
-        problem = (
-            "items, their order, files, captions, sizes or frames differ from those of its run; resume with the "
-            "dataset as it was, or start a new run with --lora_init_path"
-        )
-    if problem is not None:
-        raise RefusedError(f"--resume_from_checkpoint: the checkpoint cannot be continued: {problem}.")
+    numbers = [(name.replace("_", " "), identity[name], resumed.get(name)) for name in compared]
+    numbers += [(f"{key} of the model", identity["model"].get(key), was) for key, was in resumed["model"].items()]
+    problems = [f"it is at step {resumed['step']}, this run ends at step {end}"] * (resumed["step"] > end)
+    problems += [f"its run had {was} {name}, and this one has {now}" for name, now, was in numbers if now != was]
+    if identity["dataset"] != resumed["dataset"]:
+        problems.append("items, their order, files, captions, sizes or frames differ from those of its run")
+    if problems:
+        hint = "give the flags and the dataset that its run had, or start a new run with --lora_init_path"
+        raise RefusedError(f"--resume_from_checkpoint: the checkpoint cannot be continued: {problems[0]}; {hint}.")
     if identity["last_step"] != resumed["last_step"]:
-        logger.warning(
-            "--resume_from_checkpoint: this run ends after step %d, that of the checkpoint was to end after %d; from "
-            "here on the learning rate is that of --lr_scheduler %s over the new length",
-            *(identity["last_step"], resumed["last_step"], args.lr_scheduler),
-        )
+        lengths = "this run ends after step %d, that of the checkpoint was to end after %d"
+        rate = "from here on the learning rate is that of --lr_scheduler %s over the new length"
+        values = identity["last_step"], resumed["last_step"], args.lr_scheduler
+        logger.warning(f"--resume_from_checkpoint: {lengths}; {rate}", *values)
 
 
 class Sample(NamedTuple):

@@ -3,8 +3,6 @@
 A model family states which entries each item has, from which of its files and texts (`Encoding`).
 """
 
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -20,7 +18,7 @@ from dataset.cache import digest_of, installed_versions, is_complete, write_entr
 from dataset.inspection import DECODING, Item, suffix
 from dataset.metadata import first_five
 from runtime.errors import RefusedError
-from runtime.processes import gather_from_all
+from runtime.processes import gather_from_all, together
 
 
 logger = logging.getLogger(__name__)
@@ -206,26 +204,20 @@ def encode_missing(plan, kind, log, *, load, encode, read=None, points=()):
     position = accelerator.process_index
     description = kind if accelerator.num_processes == 1 else f"{kind} (process {position})"
 
-    problem = None
+    def look_for_all():
+        for path in missing:
+            if not path.exists():
+                seen = f"what one process wrote another does not see (such as {path})"
+                raise RefusedError(f"--cache_dir: {seen}; give a folder that all machines share.")
+
     # The progress of every process is shown, with the time that is left: none is waited for without a sign of life.
     with tqdm(total=len(share), desc=description, position=position, disable=not share) as bar:
-        try:
-            _encode_share(share, functools.partial(encode, encoder), functools.partial(_read, plan, read), bar)
-        except (RefusedError, OSError) as error:
-            problem = str(error)
-    problems = list(filter(None, gather_from_all(accelerator, problem)))
-    if problems:
-        raise RefusedError("; ".join(problems))
-    absent = [path for path in missing if not path.exists()]
-    if any(gather_from_all(accelerator, bool(absent))):
-        example = (absent or [*missing])[0]
-        raise RefusedError(
-            f"--cache_dir: what one process wrote another does not see (such as {example}); "
-            "give a folder that all machines share."
-        )
+        how = functools.partial(encode, encoder), functools.partial(_read, plan, read)
+        together(accelerator, functools.partial(_encode_share, share, *how, bar))
+    together(accelerator, look_for_all)
     for point in points[1:]:
         log.point(point)
-    del encoder
+    del encoder, how
     free_memory()
 
 
@@ -245,20 +237,22 @@ def _read(plan, read, encoding):
 def _encode_share(share, encode, read, bar):
     largest = max((encoding.pixel_bytes for _, encoding in share), default=0)
     num_ahead = max(2, min(2 * _MOST_THREADS, _WAITING_BYTES // max(largest, 1)))
-    num_threads = min(num_ahead, _MOST_THREADS)
-    inputs = map_ahead(read, (encoding for _, encoding in share), num_threads=num_threads, num_ahead=num_ahead)
-    with contextlib.closing(inputs), concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
-        writing = collections.deque()
+    how = {"num_threads": min(num_ahead, _MOST_THREADS), "num_ahead": num_ahead}
+    inputs = map_ahead(read, [encoding for _, encoding in share], **how)
+
+    def results():
         for (path, encoding), of_entry in zip(share, inputs, strict=True):
             tensors = {name: tensor.cpu() for name, tensor in encode(*of_entry).items()}
             for name, tensor in tensors.items():
                 if not torch.isfinite(tensor).all():
-                    raise RefusedError(
-                        f"{encoding.name}: its {name} are not finite numbers; remove it from the dataset."
-                    )
-            writing.append(pool.submit(write_entry, path, tensors))
-            if len(writing) > num_ahead:
-                writing.popleft().result()
-            bar.update()
-        for future in writing:
-            future.result()
+                    problem = f"its {name} are not finite numbers; remove it from the dataset"
+                    raise RefusedError(f"{encoding.name}: {problem}.")
+            yield path, tensors
+
+    written = map_ahead(lambda result: write_entry(*result), results(), **how)
+    try:
+        with contextlib.closing(inputs), contextlib.closing(written):
+            for _ in written:
+                bar.update()
+    except OSError as error:
+        raise RefusedError(f"what is encoded cannot be written to --cache_dir: {error}.") from error

@@ -17,8 +17,15 @@ from runtime.errors import RefusedError
 from training.flow_matching import SigmaLaw
 
 
-def plan(sizes, **given):
-    return BatchPlan(sizes, **{"train_batch_size": 1, "num_processes": 1, "seed": 5} | given)
+def plan(sizes, *, train_batch_size=1, dataset_repeat=1, tokens=1, **given):
+    """The plan of items of these sizes; batch sizes, repeats and tokens are those of all items or of each."""
+
+    def of_each(value):
+        return [value] * len(sizes) if isinstance(value, int) else value
+
+    keys = list(zip(sizes, of_each(train_batch_size), strict=True))
+    how = {"num_processes": 1, "gradient_accumulation_steps": 1, "seed": 5} | given
+    return BatchPlan(keys, of_each(dataset_repeat), of_each(tokens), **how)
 
 
 @pytest.mark.parametrize(
@@ -285,14 +292,14 @@ def test_clips_of_different_length_do_not_meet_in_a_micro_batch():
         ({"max_train_steps": 2}, "at step 3, this run ends at step 2"),
         ({"max_train_steps": 1, "num_stages": 2}, "at step 3, this run ends at step 2"),
         ({"max_train_steps": 2, "num_stages": 2}, None),
-        ({"train_batch_size": 1}, "1 samples per step, that of the checkpoint had 2"),
+        ({"train_batch_size": 1}, "its run had 2 samples per step, and this one has 1"),
         (
             {"train_batch_size": 1, "gradient_accumulation_steps": 2},
-            "2 batches per step, that of the checkpoint had 1",
+            "its run had 1 batches per step, and this one has 2",
         ),
-        ({"num_processes": 2}, "4 samples per step"),
-        ({"repeat": 2}, "8 samples per epoch"),
-        ({"model": {"width": 9}}, "the model has width 9, that of the checkpoint had 8"),
+        ({"num_processes": 2}, "this one has 4"),
+        ({"repeat": 2}, "4 samples per epoch, and this one has 8"),
+        ({"model": {"width": 9}}, "its run had 8 width of the model, and this one has 9"),
         ({"order": -1}, "items, their order, files, captions, sizes or frames differ"),
         ({"caption": "b"}, "items, their order, files, captions, sizes or frames differ"),
         ({"digest": "e"}, "items, their order, files, captions, sizes or frames differ"),
