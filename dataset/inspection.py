@@ -96,7 +96,7 @@ def like_target(role, measured, used):
         measured: What decoding found in it.
         used: How the target is used.
     """
-    num_frames = measured.get("num_frames", 1)
+    num_frames = len(measured.get("times", [0]))
     if num_frames == 1:
         return {"size": used["size"], "frames": 1}
     if num_frames <= max(used["source_frames"]):
@@ -193,17 +193,17 @@ def _judge(items, marks, what, on_bad_sample):
             f"{len(bad)} of {len(items)} {what} cannot be used:{listing}\n"
             f"Repair or remove them, or leave them out by --on_bad_sample skip.{hint}"
         )
-    if len(bad) == len(items):
-        raise RefusedError(f"All {len(items)} {what} cannot be used:{listing}")
     if bad:
         logger.warning("--on_bad_sample skip: %d of %d %s are left out:%s", len(bad), len(items), what, listing)
 
-    notes = {"are dropped": [], "are enlarged more than 2 times": [], "lose more than a quarter of a side": []}
-    dropped, enlarged, cropped = notes.values()
+    kinds = "dropped", "shortened or retimed", "enlarged more than 2 times", "cropped by more than a quarter of a side"
+    notes = {f"are {kind}": [] for kind in kinds}
+    dropped, changed, enlarged, cropped = notes.values()
     for (_, record, _), problem in zip(items, marks, strict=True):
         if record["decision"] == "dropped":
             dropped += [] if problem else [f"{record['id']}: {record['reason']}"]
             continue
+        changed += [f"{record['id']}: {record['reason']}"] if record["reason"] else []
         source, used = record["source"]["size"], record["used"]["size"]
         change = f"{record['id']}: {source[0]}x{source[1]} to {used[0]}x{used[1]}"
         scale, share = max(used[0] / source[0], used[1] / source[1]), cropped_share(source, used)

@@ -7,7 +7,6 @@ before a model loads. From then on the record of a clip names its frames.
 
 import contextlib
 import itertools
-import logging
 import math
 import os
 import re
@@ -20,16 +19,14 @@ import torch
 from av.video.reformatter import ColorRange, Interpolation
 from PIL import Image
 
-from dataset.colours import UNSTATED, expand_range, profile_of_numbers
+from dataset.colours import expand_range, profile_of_numbers
 from dataset.draws import keyed_draw
 from dataset.images import cover_and_crop, image_format, on_white, open_image, open_media, to_srgb, to_tensor
 from dataset.inspection import Inspector, dropped_record, inspect_each
-from dataset.metadata import FOREIGN_IMAGE_SUFFIXES, IMAGE_SUFFIXES, first_five, frame_names
+from dataset.metadata import FOREIGN_IMAGE_SUFFIXES, IMAGE_SUFFIXES, frame_names
 from dataset.settings import round_down_frames
 from runtime.errors import RefusedError
 
-
-logger = logging.getLogger(__name__)
 
 # FFmpeg also knows images, playlists that name other files, text, and raw data.
 CONTAINERS = "asf,avi,flv,gif,h264,hevc,m4v,matroska,mov,mpeg,mpegts,mpegvideo,ogg"
@@ -42,8 +39,6 @@ MAX_SECONDS = 24 * 60 * 60
 # Colour matrices by their numbers in ITU-T H.273: BT.709, FCC, BT.601 twice, SMPTE 240M and BT.2020.
 MATRICES = (1, 4, 5, 6, 7, 9)
 UNTAGGED_MATRIX = 2
-# The display matrices (a, b, c, d) of turns to the left, by their degrees.
-TURNS = {0: (1, 0, 0, 1), 90: (0, -1, 1, 0), 180: (-1, 0, 0, -1), 270: (0, 1, -1, 0)}
 
 # The exact arithmetic of swscale, with chroma interpolated in both directions; its default rounds and repeats.
 SWSCALE_FLAGS = (
@@ -81,36 +76,15 @@ def inspect_clips(rows, sizing, *, fps, clip_part, min_frames=1, **how):
     Raises:
         RefusedError: If clips are bad, or all are dropped; lists all of them with their reasons.
     """
-    assert clip_part in ("start", "middle", "random"), clip_part
     decide = partial(_decide, sizing=sizing, fps=fps, clip_part=clip_part, min_frames=min_frames)
     # Few threads: a decoder holds up to 17 frames of the source's size.
-    inspector = Inspector("clips", partial(_measure, fps=fps), f"clip at {fps:g} fps", decide, max_threads=8)
-    items = inspect_each(rows, inspector, **how)
-
-    used = [record for _, record, _ in items if record["decision"] == "used" and record["reason"] is not None]
-    if used:
-        # That frames are repeated shows in the reason. More than twice each is hardly meant.
-        slow = any(len(set(record["used"]["source_frames"])) * 2 < record["used"]["frames"] for record in used)
-        changed = first_five([f"{record['id']}: {record['reason']}" for record in used])
-        message = "%d of %d clips are shortened or retimed:\n%s"
-        logger.log(logging.WARNING if slow else logging.INFO, message, len(used), len(items), changed)
-    return items
-
-
-def _measure(content, name, fps):
-    """Returns what `measure` does as a value that JSON takes, and that is short where frames come regularly."""
-    size, times, duration, source_fps = measure(content, name, fps)
-    regular = np.linspace(times[0], times[-1], len(times))
-    if np.abs(regular - times).max() < 1e-6:
-        times = [times[0], times[-1]]
-    return {"size": size, "times": times, "num_frames": len(regular), "duration": duration, "fps": source_fps}
+    inspector = Inspector("clips", partial(measure, fps=fps), f"frames at {fps:g} fps", decide, max_threads=8)
+    return inspect_each(rows, inspector, **how)
 
 
 def _decide(row, measured, *, sizing, fps, clip_part, min_frames):
     """Returns the record of a row; raises RefusedError."""
-    size, times, num_frames = measured["size"], measured["times"], measured["num_frames"]
-    if len(times) <= 2:
-        times = np.linspace(times[0], times[-1], num_frames)
+    size, times, num_frames = measured["size"], measured["times"], len(measured["times"])
     record = dropped_record(row, {"size": list(size), "frames": num_frames, "fps": measured["fps"]})
 
     late = LATE * (times[-1] - times[0]) / max(1, num_frames - 1)
@@ -119,9 +93,6 @@ def _decide(row, measured, *, sizing, fps, clip_part, min_frames):
     # single frame is an image, however long it is shown.
     last = math.floor((times[-1] - times[0] + late) * fps)
     available = max(round(measured["duration"] * fps), last + 1) if num_frames > 1 else 1
-    if num_frames == 1 < min_frames:
-        record["reason"] = "a single frame cannot be used for image-to-video"
-        return record
     if round_down_frames(available) < min_frames:
         rounded = "" if available % 4 == 1 else f", rounded down to {round_down_frames(available)} (4n + 1)"
         record["reason"] = f"{available} frames at {fps:g} fps{rounded}; at least {min_frames} are needed"
@@ -173,17 +144,9 @@ def read_clip(row, record):
     """
     used = record["used"]
     width, height = used["size"]
-    positions = {}
-    for position, index in enumerate(used["source_frames"]):
-        positions.setdefault(index, []).append(position)
-
-    pixels = torch.empty(3, used["frames"], height, width)
-    missing = set(positions)
-    for index, image in _images_at(row.content, row.name, missing.copy()):
-        pixels[:, positions[index]] = to_tensor(cover_and_crop(image, height, width))[:, None]
-        missing.discard(index)
-    if missing:
-        raise RefusedError(f"{row.name} ends before frame {min(missing)}: it was changed since it was inspected.")
+    source_frames, pixels = torch.tensor(used["source_frames"]), torch.empty(3, used["frames"], height, width)
+    for index, image in _images_at(row.content, row.name, set(used["source_frames"])):
+        pixels[:, source_frames == index] = to_tensor(cover_and_crop(image, height, width))[:, None]
     return pixels
 
 
@@ -228,8 +191,8 @@ def measure(media, name, fps):
         fps: The rate that folders of frames are taken to have.
 
     Returns:
-        The upright size as displayed (width, height); the times of the frames in seconds, sorted; the duration in
-        seconds, from the first frame to the end of the last; frames per second, None for images.
+        A dict that JSON takes: the upright `size` as displayed (width, height); the `times` of the frames in seconds,
+        sorted; the `duration` in seconds, from the first frame to the end of the last; the `fps`, None for images.
     """
     images = _images_of(media, name)
     if images is None:
@@ -238,16 +201,17 @@ def measure(media, name, fps):
     for (_, image_name), size in zip(images, sizes, strict=True):
         if size != sizes[0]:
             raise RefusedError(f"{image_name} is {size}, but the first frame {sizes[0]}; a clip has one size.")
-    return sizes[0], [k / fps for k in range(len(images))], len(images) / fps, None
+    times = [k / fps for k in range(len(images))]
+    return {"size": sizes[0], "times": times, "duration": len(images) / fps, "fps": None}
 
 
 def _measure_video(media, name, fps):
-    times, size, stored, last_duration = [], None, None, 0.0
+    times = []
     # One thread for each clip: several are inspected at a time.
     with _open_video(media, name, num_threads=1) as (container, stream, stated):
         for frame, time, duration in _frames(container, stream):
-            if stored is None:
-                stored, size = (frame.width, frame.height), _display_size(frame, stream)
+            if not times:
+                stored, size = (frame.width, frame.height), _to_image(frame, stream, stated).size
             if stored != (frame.width, frame.height):
                 raise ValueError(f"its size changes at frame {len(times)}, and all frames must have one size")
             _colours(frame, stream, stated)
@@ -270,22 +234,24 @@ def _measure_video(media, name, fps):
     if tick * rate < 0.1 and abs(num_intervals / nominal_rate - span) <= tick:
         rate = nominal_rate
     # Some files give the last frame no duration of its own, and it is shown nevertheless.
-    return size, times, span + max(last_duration, min(1 / rate, 1 / fps)), round(rate, 3)
+    duration = span + max(last_duration, min(1 / rate, 1 / fps))
+    return {"size": size, "times": times, "duration": duration, "fps": round(rate, 3)}
 
 
 def _images_at(media, name, wanted):
     """Yields (index, image) for the frames with these indices, upright as displayed, decoding no further."""
-    images = _images_of(media, name)
-    if images is not None:
-        yield from ((index, open_image(*images[index])) for index in sorted(wanted) if index < len(images))
+    images, last = _images_of(media, name), max(wanted)
+    if images is not None and last < len(images):
+        yield from ((index, open_image(*images[index])) for index in sorted(wanted))
         return
-    last = max(wanted)
-    with _open_video(media, name, num_threads=0) as (container, stream, stated):
-        for index, (frame, _, _) in enumerate(_frames(container, stream)):
-            if index in wanted:
-                yield index, _to_image(frame, stream, stated)
-            if index == last:
-                return
+    if images is None:
+        with _open_video(media, name, num_threads=0) as (container, stream, stated):
+            for index, (frame, _, _) in enumerate(_frames(container, stream)):
+                if index in wanted:
+                    yield index, _to_image(frame, stream, stated)
+                if index == last:
+                    return
+    raise RefusedError(f"{name} ends before frame {last}: it was changed since it was inspected.")
 
 
 # Video files
@@ -309,29 +275,25 @@ def _open_video(media, name, num_threads):
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1000))
             tail = file.read().rstrip(b"\0")
             file.seek(0)
-            try:
-                options = {"format_whitelist": CONTAINERS, **LIMITS}
-                container = av.open(file, metadata_errors="replace", options=options)
-            except (av.FFmpegError, OSError) as error:
-                raise ValueError("it is no video that FFmpeg can read, or cut off") from error
-            with container:
+            options = {"format_whitelist": CONTAINERS, **LIMITS}
+            with av.open(file, metadata_errors="replace", options=options) as container:
                 # The frames of a GIF are counted while it is read.
                 if container.format.name == "gif" and not tail.endswith(b"\0;"):
                     raise ValueError("it is cut off: its last byte is not the trailer of a GIF")
                 stream = container.streams.best("video")
-                if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
-                    raise ValueError("it has no video stream")
-                if stream.codec_context is None:
-                    raise ValueError("FFmpeg cannot decode its codec, or it is cut off")
+                is_cover = stream is not None and stream.disposition & av.stream.Disposition.attached_pic
+                if stream is None or is_cover or stream.codec_context is None:
+                    raise ValueError("it has no video stream that FFmpeg can decode, or it is cut off")
                 # Those of the container hold for the first frames, which FFmpeg decodes in opening it.
                 stream.codec_context.options = LIMITS
                 stream.codec_context.thread_count = num_threads
                 stream.codec_context.thread_type = "AUTO"
                 # Before a decoder puts its own word in the place of the container's.
                 yield container, stream, _stated(stream.codec_context)
-    except av.FFmpegError as error:
-        raise RefusedError(f"{name} cannot be used: FFmpeg says {error.strerror!r}.") from error
-    except (OSError, ValueError) as error:
+    except (av.FFmpegError, OSError) as error:
+        problem = f"or is cut off, damaged or of more than {MAX_FRAME_PIXELS} pixels (it says {error.strerror!r})"
+        raise RefusedError(f"{name} cannot be used: it is no video that FFmpeg can read, {problem}.") from error
+    except ValueError as error:
         raise RefusedError(f"{name} cannot be used: {error}.") from error
 
 
@@ -354,14 +316,7 @@ def _frames(container, stream):
             # An empty packet repeats a frame, in avi, and would end decoding here.
             if packet.stream is not stream or not packet.size:
                 continue
-        try:
-            frames = decoder.decode(packet)
-        except av.FFmpegError as error:
-            if not stream.codec_context.width:
-                limit = f"no size, or more than {MAX_FRAME_PIXELS} pixels"
-                raise ValueError(f"by its header its frames have {limit}") from error
-            raise ValueError(f"it is damaged near frame {index} (FFmpeg says {error.strerror!r})") from error
-        for frame in frames:
+        for frame in decoder.decode(packet):
             if frame.is_corrupt:
                 raise ValueError(f"it is damaged or cut off at frame {index}")
             time = time + interval if frame.pts is None else float(frame.pts * stream.time_base)
@@ -406,15 +361,15 @@ def _stated(of):
     return of.color_primaries, of.color_trc, of.colorspace, of.color_range
 
 
-def _side_data(frame, stream):
-    """Returns the side data of a frame by its type, or None where it cannot be listed."""
+def _side_data(frame, stream, kind):
+    """Returns what the decoder says with a frame of one kind, bytes that are empty where it says nothing."""
     # PyAV 18 frees the colour profile of the decoder of PNG a second time, once it has listed it, which ends
     # the process.
     if stream.codec_context.name not in ("apng", "png"):
-        # It lists none where one is of a kind that it does not know, as EXIF in Motion JPEG.
-        with contextlib.suppress(ValueError):
-            return {data.type.name: data for data in frame.side_data}
-    return None
+        # It lists nothing where one is of a kind that it does not know, as EXIF in Motion JPEG.
+        with contextlib.suppress(KeyError, ValueError):
+            return bytes(frame.side_data[kind])
+    return b""
 
 
 def _colours(frame, stream, stated):
@@ -428,16 +383,13 @@ def _colours(frame, stream, stated):
     Returns:
         The ICC profile, empty or None for sRGB; the number of the matrix for swscale, None without one; the range.
     """
-    primaries, curves, (matrix, stream_matrix), ranges = zip(stated, _stated(frame), strict=True)
-    primaries, curves = ({number for number in numbers if number not in UNSTATED} for numbers in (primaries, curves))
-    profiles = {profile_of_numbers(*numbers) for numbers in itertools.product(primaries or {2}, curves or {2})}
+    profiles = {profile_of_numbers(*numbers[:2]) for numbers in (stated, _stated(frame))} - {None}
     # An embedded profile counts more, as in images.
-    if embedded := (_side_data(frame, stream) or {}).get("ICC_PROFILE"):
-        profiles = {bytes(embedded)}
+    if embedded := _side_data(frame, stream, "ICC_PROFILE"):
+        profiles = {embedded}
     if len(profiles) > 1:
         raise ValueError("its container and its stream say different things of its primaries or transfer curve")
-    (profile,) = profiles
-    color_range = ranges[0] or ranges[1]
+    profile, color_range = next(iter(profiles), None), stated[3] or frame.color_range
     if frame.format.is_rgb or frame.format.has_palette or len(frame.format.components) < 3:
         # Grey has no matrix, but may be tagged as RGB. Without a declaration the decoder of HEVC
         # reports the limited range, to which encoders do not convert grey.
@@ -447,8 +399,7 @@ def _colours(frame, stream, stated):
     if frame.format.name.startswith("yuvj"):
         color_range = ColorRange.JPEG
     # Of matrix and range the container's word counts more, as the standards of containers have it.
-    if matrix == UNTAGGED_MATRIX:
-        matrix = stream_matrix
+    matrix = frame.colorspace if stated[2] == UNTAGGED_MATRIX else stated[2]
     if matrix == UNTAGGED_MATRIX:
         # As players guess: high definition is BT.709.
         matrix = 1 if frame.height >= 720 else 5
@@ -456,38 +407,6 @@ def _colours(frame, stream, stated):
         raise ValueError(f"its colour matrix ({matrix} in ITU-T H.273) is not supported; allowed are {MATRICES}")
     # swscale knows BT.601 by one of its two numbers.
     return profile, 5 if matrix == 6 else matrix, color_range or ColorRange.MPEG
-
-
-def _display_matrix(frame, stream):
-    """Returns (a, b, c, d) with x' = a x + c y and y' = b x + d y, the turn from the stored frame to the upright."""
-    side_data = _side_data(frame, stream)
-    if side_data is None:
-        # PyAV still tells the turn, though not whether the frame is mirrored too.
-        a, b, c, d = TURNS.get(frame.rotation % 360, (1, 1, 1, 1))
-    elif matrix := side_data.get("DISPLAYMATRIX"):
-        a, b, _, c, d = np.frombuffer(bytes(matrix), dtype=np.int32)[:5].tolist()
-    else:
-        a, b, c, d = 1, 0, 0, 1
-    straight, turned = max(abs(a), abs(d)), max(abs(b), abs(c))
-    if 100 * min(straight, turned) > max(straight, turned):
-        raise ValueError("it is to be shown at an angle; allowed are turns by multiples of 90 degrees")
-    return (a, 0, 0, d) if straight >= turned else (0, b, c, 0)
-
-
-def _display_size(frame, stream):
-    """Returns the size (width, height) at which a frame of a stream is shown."""
-    width, height = _square_pixels(frame, stream)
-    _, b, c, _ = _display_matrix(frame, stream)
-    return (height, width) if b or c else (width, height)
-
-
-def _square_pixels(frame, stream):
-    # Width of a pixel in heights of a pixel. The short side grows, so that nothing is lost.
-    aspect = stream.sample_aspect_ratio or 1
-    size = round(frame.width * max(aspect, 1)), round(frame.height / min(aspect, 1))
-    if math.prod(size) > MAX_FRAME_PIXELS:
-        raise ValueError(f"its frames have {size[0]}x{size[1]} pixels, and at most {MAX_FRAME_PIXELS} are read")
-    return size
 
 
 def _to_image(frame, stream, stated):
@@ -514,14 +433,19 @@ def _to_image(frame, stream, stated):
     if has_alpha:
         image = on_white(image, alpha)
 
-    size = _square_pixels(frame, stream)
+    # Width of a pixel in heights of a pixel. The short side grows, so that nothing is lost.
+    aspect = stream.sample_aspect_ratio or 1
+    size = round(frame.width * max(aspect, 1)), round(frame.height / min(aspect, 1))
+    if math.prod(size) > MAX_FRAME_PIXELS:
+        raise ValueError(f"its frames have {size[0]}x{size[1]} pixels, and at most {MAX_FRAME_PIXELS} are read")
     if image.size != size:
         image = image.resize(size, Image.Resampling.LANCZOS)
-    a, b, c, d = _display_matrix(frame, stream)
-    if b or c:
-        image = image.transpose(Image.Transpose.TRANSPOSE)
-    if a < 0 or c < 0:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    if b < 0 or d < 0:
-        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
-    return image
+    # x' = a x + c y and y' = b x + d y. The rotation is that of the x axis, whether the frame is mirrored or not.
+    if matrix := _side_data(frame, stream, "DISPLAYMATRIX"):
+        a, b, _, c, d = np.frombuffer(matrix, dtype=np.int32)[:5].tolist()
+        if a * d < b * c:
+            image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    turn = round(frame.rotation / 90) * 90
+    if abs(frame.rotation - turn) > 1:
+        raise ValueError("it is to be shown at an angle; allowed are turns by multiples of 90 degrees")
+    return image.rotate(turn, expand=True)

@@ -90,9 +90,10 @@ def measure(content, name):
     from dataset import videos
 
     # The rate is that of folders of frames, of which only the duration would follow.
-    size, times, _, fps = videos.measure(content, name, fps=1)
+    measured = videos.measure(content, name, fps=1)
+    num_frames = len(measured["times"])
     # As in training, a single frame is an image whatever it is stored in, and has no rate.
-    return {"size": size, "frames": len(times), "fps": fps if len(times) > 1 else None}
+    return {"size": measured["size"], "frames": num_frames, "fps": measured["fps"] if num_frames > 1 else None}
 
 
 def decide(row, measured):

@@ -359,7 +359,7 @@ def test_skip_trains_on_the_rest(train, with_bad_ones, caplog, capsys):
     for path in with_bad_ones.iterdir():
         if path.stem not in ("zero", "half", "text"):
             path.unlink()
-    with pytest.raises(RefusedError, match="All 3 images cannot be used"):
+    with pytest.raises(RefusedError, match="All 3 images are dropped"):
         train(with_bad_ones, *SIZE, "--on_bad_sample", "skip", out="none")
 
 

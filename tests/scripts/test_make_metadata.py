@@ -401,7 +401,7 @@ def test_all_bad_files_are_listed_and_the_rest_is_kept(mixed, capsys, caplog, me
     (mixed / "gone.txt").write_text("gone")
     message = refused(mixed)
     assert message.startswith(
-        "3 of 5 items cannot be used:\n  clip.mp4 cannot be used: FFmpeg cannot decode its codec"
+        "3 of 5 items cannot be used:\n  clip.mp4 cannot be used: it has no video stream that FFmpeg"
     )
     assert "\n  gone.png cannot be read: No such file" in message
     assert "\n  sub/a b.png is not an image that Pillow can read.\n" in message
@@ -413,14 +413,14 @@ def test_all_bad_files_are_listed_and_the_rest_is_kept(mixed, capsys, caplog, me
     make(mixed, "--on_bad_sample", "skip")
     assert sorted(measured) == ["clip.mp4", "sub/a b.png"]
     assert capsys.readouterr().out == f"1 images and 1 clips in {mixed / 'metadata.csv'}\n"
-    assert "3 of 5 items are left out:\n  clip.mp4 cannot be used: FFmpeg cannot decode its codec" in caplog.text
+    assert "3 of 5 items are left out:\n  clip.mp4 cannot be used: it has no video stream that FFmpeg" in caplog.text
     assert [row["path"] for row in read_csv(mixed / "metadata.csv")] == ["frames", "turned.jpg"]
 
 
 def test_nothing_but_bad_files_is_refused(tmp_path):
     write_image(tmp_path / "a.png").write_bytes(b"no image")
     message = refused(tmp_path, "--on_bad_sample", "skip")
-    assert message.startswith("All 1 items cannot be used:\n  a.png is not an image")
+    assert message.startswith("All 1 items are dropped:\n  a.png is not an image")
     assert not (tmp_path / "metadata.csv").exists()
 
 
