@@ -10,7 +10,7 @@ import logging
 from dataset.settings import bucket_pixels, round_down_frames
 from runtime.errors import RefusedError
 from training.config_files import read_config
-from training.flags import BY_MODEL, FLAGS, REQUIRED, ROWS, STRUCTURE, SWITCH, flags_of, has_cap, suggest
+from training.flags import BY_MODEL, FLAGS, KEY_VALUE, REQUIRED, STRUCTURE, SWITCH, flags_of, has_cap, suggest
 
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,7 @@ def parse_args(argv, *, description, values, resolve=True):
         RefusedError: A flag is unknown, missing, out of range, contradicts another, or can have no effect.
     """
     flags = flags_of(values)
-    _check_names(argv, flags)
-    given = {}
-    command_line = vars(_build_parser(description, flags).parse_args(argv))
-    command_line = {name: flags[name].read(value) for name, value in command_line.items()}
+    given, command_line = {}, _read_command_line(argv, description, flags)
     for settings in (*(read_config(path, flags) for path in command_line.get("config", ())), command_line):
         # Later settings win, also over those that they exclude; None removes a setting.
         replaced = {rival for name, value in settings.items() if _is_on(value) for rival in _rivals(name, flags)}
@@ -63,10 +60,9 @@ def parse_args(argv, *, description, values, resolve=True):
     absent = {name: flag for name, flag in flags.items() if name not in given}
     excluded = {rival for name, value in given.items() if _is_on(value) for rival in _rivals(name, flags)}
     void = {name for name, flag in absent.items() if name in excluded or not _has_effect(flag, args)}
-    missing = [flag for name, flag in absent.items() if flag.default is REQUIRED and name not in void]
+    missing = [flag.label for name, flag in absent.items() if flag.default is REQUIRED and name not in void]
     if missing:
-        by = [flag.label + (f" (by --{flag.needs.replace('=', ' ')})" if flag.needs else "") for flag in missing]
-        raise RefusedError(f"Required and not given: {', '.join(by)}.")
+        raise RefusedError(f"Required and not given: {', '.join(missing)}.")
     _refuse_without_effect(args, given, flags)
     for name, flag in absent.items():
         if name in void:
@@ -81,18 +77,15 @@ def parse_args(argv, *, description, values, resolve=True):
     return args
 
 
-def _check_names(argv, flags):
-    """Raise for the first unknown flag, or switch with a value, before anything else is checked."""
+def _read_command_line(argv, description, flags):
+    """Return the values of the flags that were given; an unknown one is refused before any value is read."""
     known = {name: flag for name, flag in flags.items() if flag.kind is not STRUCTURE}
-    for position, token in enumerate(argv):
-        if not token.startswith("--") or token == "--help":
-            continue
-        name, equals, value = token[2:].partition("=")
-        if name not in known:
-            raise RefusedError(f"Unknown flag --{name}; {suggest(name, known)}.")
-        value = value if equals else next(iter(argv[position + 1 :]), "--")
-        if known[name].kind is SWITCH and (equals or not value.startswith("-")):
-            raise RefusedError(f"--{name} is a switch and takes no value such as {value!r}; without it, it is off.")
+    parsed, rest = _build_parser(description, known).parse_known_args(argv)
+    for name in (token[2:].partition("=")[0] for token in rest if token.startswith("--")):
+        raise RefusedError(f"Unknown flag --{name}; {suggest(name, known)}.")
+    if rest:
+        raise RefusedError(f"{rest[0]!r} is not the value of a flag. A switch takes none: without it, it is off.")
+    return {name: flags[name].read(value) for name, value in vars(parsed).items()}
 
 
 def _build_parser(description, flags):
@@ -105,18 +98,13 @@ def _build_parser(description, flags):
     for row in FLAGS:
         if isinstance(row, str):
             group = parser.add_argument_group(row)
-        elif row.name in flags and row.kind is not STRUCTURE:
-            flag, text = flags[row.name], flags[row.name].text
-            if flag.default is REQUIRED:
-                text += f" Required{' there' if flag.needs else ''}."
-            elif "Default: " not in text and flag.default is not None:
-                text += f" Default: {'off' if flag.kind is SWITCH else flag.default}."
-            options = {"metavar": flag.unit or flag.kind.unit}
+        elif row.name in flags:
+            flag, options = flags[row.name], {"metavar": row.kind.unit}
             if flag.kind is SWITCH:
                 options = {"action": "store_const", "const": "true"}
-            elif flag.has_several:
-                options |= {"action": "append"} if flag.is_repeatable else {"nargs": "+"}
-            group.add_argument(f"--{flag.name}", help=text.replace("%", "%%"), **options)
+            elif flag.kind.is_repeatable:
+                options |= {"nargs": "+"} if flag.kind is KEY_VALUE else {"action": "append"}
+            group.add_argument(f"--{flag.name}", help=flag.text.replace("%", "%%"), **options)
     return parser
 
 
@@ -145,11 +133,7 @@ def _refuse_without_effect(args, given, flags):
         if both:
             raise RefusedError(f"Give {' and '.join(both)}, or {flag.label}, not both.")
         if not _has_effect(flag, args):
-            name, _, value = flag.needs.partition("=")
-            if value:
-                found = getattr(args, name)
-                raise RefusedError(f"{flag.label} has no effect with --{name} {found}, only with {value}.")
-            needs = " or ".join(f"--{name}" for name in flag.needs.split())
+            needs = " or ".join(f"--{need.replace('=', ' ')}" for need in flag.needs.split())
             raise RefusedError(f"{flag.label} has no effect without {needs}.")
     if ("height" in given) != ("width" in given):
         raise RefusedError("Give --height and --width together, or none of them.")
@@ -165,48 +149,15 @@ def _refuse_without_effect(args, given, flags):
         raise RefusedError(f"--min_sigma {args.min_sigma} must be below --max_sigma {args.max_sigma}.")
 
 
-def check_length(args, num_steps, *, num_stages=1, num_samples=None):
-    """Check the numbers that depend on the length of the run, and log those that have little effect in it.
-
-    Args:
-        args (`argparse.Namespace`): From `parse_args`.
-        num_steps (`int`): Optimizer steps of the schedule of the learning rate.
-        num_stages (`int`): How often the run makes these steps, each time with another transformer.
-        num_samples (`int`, *optional*): Samples trained in these steps; without it nothing is logged.
-
-    Raises:
-        RefusedError: The learning rate would never be reached, or never fall.
-    """
-    warmup, cycles, decay = args.lr_warmup_steps, args.lr_num_cycles, args.ema_decay
-    in_run, falling = f"in a run of {num_steps} optimizer steps", num_steps - warmup
+def check_length(args, num_steps):
+    """Raise if the learning rate would never be reached, or never fall, in this many optimizer steps."""
+    warmup, cycles, falling = args.lr_warmup_steps, args.lr_num_cycles, num_steps - args.lr_warmup_steps
     if falling <= 0:
-        reached = f"the rate would rise to {(num_steps - 1) / warmup:.2%} of --learning_rate"
-        raise RefusedError(f"--lr_warmup_steps {warmup} {in_run}: {reached}; allowed are 0 to {num_steps - 1}.")
+        where = f"in a run of {num_steps} optimizer steps"
+        raise RefusedError(f"--lr_warmup_steps {warmup} {where}; allowed are 0 to {num_steps - 1}.")
     if cycles is not None and cycles >= falling:
-        in_falling = f"in the {falling} steps after the warm-up"
-        raise RefusedError(f"--lr_num_cycles {cycles} {in_falling}: the rate cannot fall in a cycle of one step.")
-    if num_samples is None:
-        return
-
-    decay_at_end = num_steps / (9 + num_steps) if num_steps > 1 else 0.0
-    skipped, share, dropped = args.max_skipped_steps, args.caption_dropout, args.caption_dropout * num_samples
-    falls = not args.lr_scheduler.startswith("constant")
-    notes = [
-        (2 * (cycles or 0) > falling, f"--lr_num_cycles {cycles}: a cycle has {falling / (cycles or 1):.3g} steps"),
-        (falls and falling == 1, f"--lr_scheduler {args.lr_scheduler} {in_run}: no step is left to fall in"),
-        (decay == 0, "--ema_decay 0: the average is always the weights of the last step"),
-        (decay_at_end < (decay or 0), f"--ema_decay {decay} {in_run}: the decay only rises to {decay_at_end:.4g}"),
-        (skipped >= num_steps, f"--max_skipped_steps {skipped} {in_run}: all of them may be skipped"),
-        (0 < dropped < 1, f"--caption_dropout {share} of {num_samples} samples: {dropped:.2g} on average"),
-    ]
-    of_all = num_stages * num_steps
-    for name in ("checkpointing_steps", "validation_steps", "logging_steps"):
-        value = getattr(args, name)
-        note = f"--{name} {value} in a run of {of_all} optimizer steps: nothing is due before its end"
-        notes.append((value != ROWS[name].default and value > of_all, note))
-    for applies, note in notes:
-        if applies:
-            logger.warning(note)
+        where = f"in the {falling} steps after the warm-up"
+        raise RefusedError(f"--lr_num_cycles {cycles} {where}: the rate cannot fall in a cycle of one step.")
 
 
 # ---------------------------------------------------------------- the model

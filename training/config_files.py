@@ -1,10 +1,13 @@
-"""Config files: YAML with the keys of the flags, or the run.json of a run."""
+"""Config files: YAML with the keys of the flags, or the run.json of a run.
+
+Values stay text, so that `no`, `1e-5` and `007` mean what they mean as flags.
+"""
 
 import json
 
 from dataset.settings import DATASET_FLAGS, LINES, bucket_pixels, round_down_frames
 from runtime.errors import RefusedError
-from training.flags import BUDGET, KEY_VALUE, POSITIVE_INT, SHARE, SIZE, TRACKERS, suggest
+from training.flags import BUDGET, COUNT, SHARE, SIZE, START, TRACKERS, suggest
 
 
 def read_config(path, flags):
@@ -15,9 +18,20 @@ def read_config(path, flags):
         flags (`dict[str, Flag]`): Of `flags_of`.
 
     Raises:
-        RefusedError: It cannot be read, or a key or value is not allowed; names the line.
+        RefusedError: It cannot be read, or a key or value is not allowed.
     """
-    content = _load(path, flags)
+    import yaml
+
+    try:
+        with open(path, "rb") as file:
+            content = _read_record(file.read(), flags)
+            if content is None:
+                file.seek(0)
+                content = yaml.load(file, Loader=_without_repeats(yaml)) or {}
+    except OSError as error:
+        raise RefusedError(f"--config {path} cannot be read: {error.strerror}.") from None
+    except yaml.YAMLError as error:
+        raise RefusedError(f"--config: {' '.join(str(error).split())}.") from None
     if not isinstance(content, dict):
         raise RefusedError(f"--config: {path} must hold one key per flag, such as 'lora_rank: 16'.")
     return _read_settings(path, content, {name: flag for name, flag in flags.items() if name != "config"})
@@ -26,15 +40,15 @@ def read_config(path, flags):
 def _read_settings(path, mapping, flags, of=""):
     settings = {}
     for key, value in mapping.items():
-        where = _place(path, mapping, key) + of
+        where = f"{path}: {of}"
         if key not in flags:
             raise RefusedError(f"{where}unknown key {key!r}; {suggest(str(key), flags, '')}.")
-        if value is None or (value == [] and (flags[key].is_repeatable or flags[key].kind is TRACKERS)):
+        if value is None or (value == [] and (flags[key].kind.is_repeatable or flags[key].kind is TRACKERS)):
             settings[key] = None
         elif key == "datasets":
             settings[key] = _read_datasets(path, where, value, flags)
         elif key == "bucket_config":
-            settings[key] = _read_bucket_config(path, where, value)
+            settings[key] = _read_bucket_config(where, value)
         else:
             settings[key] = flags[key].read(value, where)
     return settings
@@ -55,7 +69,7 @@ def _read_datasets(path, where, value, flags):
     return datasets
 
 
-def _read_bucket_config(path, where, value):
+def _read_bucket_config(where, value):
     """Return the buckets: size as written -> number of frames (`str`, as in JSON) -> [share, batch size]."""
     if not isinstance(value, dict) or not value:
         raise RefusedError(f"{where}bucket_config must map sizes to frames to [share, batch size]; {_BUCKETS}.")
@@ -67,8 +81,7 @@ def _read_bucket_config(path, where, value):
             if not lengths or len(lengths) > len(buckets[size]):
                 raise ValueError
         except (ValueError, TypeError, AttributeError):
-            place = _place(path, value, size)
-            raise RefusedError(f"{place}bucket_config: {size} has {lengths!r}; {_BUCKETS}.") from None
+            raise RefusedError(f"{where}bucket_config: {size} has {lengths!r}; {_BUCKETS}.") from None
     return buckets
 
 
@@ -80,60 +93,33 @@ _BUCKETS = (
 
 def _read_bucket(num_frames, entry):
     share, batch_size = entry
-    if round_down_frames(POSITIVE_INT.convert(num_frames)) != int(num_frames):
+    if round_down_frames(COUNT.convert(num_frames)) != int(num_frames):
         raise ValueError
-    return str(int(num_frames)), [SHARE.convert(share), POSITIVE_INT.convert(batch_size)]
+    return str(int(num_frames)), [SHARE.convert(share), COUNT.convert(batch_size)]
 
 
 # ---------------------------------------------------------------- the text of a file
 
 
-def _load(path, flags):
-    """Return the content of a file. Values stay text, so that `no`, `1e-5` and `007` mean what they mean as flags."""
-    import yaml
-
-    try:
-        with open(path, "rb") as file:
-            record = _read_record(file.read(), flags)
-            file.seek(0)
-            return (yaml.load(file, Loader=_with_lines(yaml)) or {}) if record is None else record
-    except OSError as error:
-        raise RefusedError(f"--config {path} cannot be read: {error.strerror}.") from None
-    except yaml.YAMLError as error:
-        raise RefusedError(f"--config: {' '.join(str(error).split())}.") from None
-
-
 def _read_record(text, flags):
     """Return the arguments in a run.json as a config file would hold them, or None if the text is something else."""
     try:
-        content = json.loads(text)
-        if "versions" not in content or not isinstance(content["arguments"], dict):
-            return None
+        content = json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+        settings = dict(content["arguments"]) if "versions" in content else None
     except (ValueError, TypeError, LookupError):
         return None
-    settings = json.loads(text, parse_int=str, parse_float=str, parse_constant=str)["arguments"]
-    for name, flag in flags.items():
-        if flag.is_of_start:  # the settings of its config files are among the arguments
+    for name, flag in flags.items() if settings else ():
+        value = settings.get(name)
+        if flag.change is START:  # the settings of its config files are among the arguments
             settings.pop(name, None)
-        elif flag.kind in (SIZE, BUDGET) and str(settings.get(name)).isdecimal():
+        elif flag.kind in (SIZE, BUDGET) and str(value).isdecimal():
             settings[name] += "B"
-        elif flag.kind is KEY_VALUE and isinstance(settings.get(name), dict):
-            arguments = content["arguments"][name].items()
-            settings[name] = [f"{key}={_tuples(value)!r}" for key, value in arguments]
-        elif isinstance(settings.get(name), bool):
-            settings[name] = str(settings[name])
+        elif isinstance(value, bool):
+            settings[name] = str(value)
     return settings
 
 
-def _tuples(value):
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-class _Mapping(dict):
-    """A mapping from YAML, with the line of each key in `lines`."""
-
-
-def _with_lines(yaml):
+def _without_repeats(yaml):
     """Return a loader of texts, and None for an empty value, that refuses a key that is given twice."""
 
     class Loader(yaml.BaseLoader):
@@ -141,18 +127,11 @@ def _with_lines(yaml):
             return None if node.style is None and node.value in ("", "null", "~") else super().construct_scalar(node)
 
         def construct_mapping(self, node, deep=False):
-            mapping, lines = _Mapping(super().construct_mapping(node, deep)), {}
-            for key, _ in node.value:
-                if key.value in lines:
-                    problem = f"the key {key.value!r} is given twice, first in line {lines[key.value]}"
+            keys = [key.value for key, _ in node.value]
+            for index, (key, _) in enumerate(node.value):
+                if key.value in keys[:index]:
+                    problem = f"the key {key.value!r} is given twice"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-                lines[key.value] = key.start_mark.line + 1
-            mapping.lines = lines
-            return mapping
+            return super().construct_mapping(node, deep)
 
     return Loader
-
-
-def _place(path, mapping, key):
-    """Return the place of a key, to begin a message with: the file and, in YAML, the line."""
-    return f"{path}, line {mapping.lines[key]}: " if key in getattr(mapping, "lines", ()) else f"{path}: "

@@ -60,13 +60,12 @@ class WeightAverage:
     @contextlib.contextmanager
     def applied(self):
         """Context in which what is trained has the averaged weights."""
-        if self.model is None:
-            yield
-            return
-        self.model.store(self.weights.masters)
+        if self.model is not None:
+            self.model.store(self.weights.masters)
         self.replace_weights()
         try:
             yield
         finally:
-            self.model.restore(self.weights.masters)
-            self.weights.write_back()
+            if self.model is not None:
+                self.model.restore(self.weights.masters)
+                self.weights.write_back()

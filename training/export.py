@@ -1,8 +1,6 @@
 """Results that others load: a LoRA file for diffusers and ComfyUI, or a transformer folder; then loaded back."""
 
-import functools
 import json
-import logging
 import math
 import pathlib
 import shutil
@@ -20,8 +18,6 @@ from training.flow_matching import add_noise
 from training.model_card import LOAD_OPTIONS, portable_name, write_model_card
 from training.module import ADAPTER_NAME, lora_layers
 
-
-logger = logging.getLogger(__name__)
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -44,12 +40,9 @@ def save_result(accelerator, args, module, stage, base_weights):
         return save_transformer(accelerator, transformer, folder / stage.subfolder)
     info = {"base_model": portable_name(args.pretrained_model_name_or_path), "base_weights": base_weights}
     info |= {"lora_rank": str(args.lora_rank), "lora_alpha": str(args.lora_alpha)}
-    info |= module.family.lora_metadata(stage)
-    if stage.name is not None:
-        info["expert"] = stage.name
-        folder = folder / stage.name
-    dtype, export_name = _DTYPES[args.lora_dtype], module.family.lora_export_name
-    return save_lora(accelerator, transformer, folder, dtype=dtype, export_name=export_name, info=info)
+    info |= module.family.lora_metadata(stage) | ({} if stage.name is None else {"expert": stage.name})
+    how = {"dtype": _DTYPES[args.lora_dtype], "export_name": module.family.lora_export_name, "info": info}
+    return save_lora(accelerator, transformer, folder / (stage.name or ""), **how)
 
 
 def check_result(accelerator, args, module, stage, dataset, path):
@@ -68,13 +61,10 @@ def check_result(accelerator, args, module, stage, dataset, path):
         checked = ""
         if args.training_mode == "lora":
             pipeline = module.family.stock_pipeline(module.transformer)
-            predict = functools.partial(module_output, module, dataset)
-            dtype = _DTYPES[args.lora_dtype]
-            num_layers, change = check_lora(pipeline, path, predict, dtype=dtype, subfolder=stage.subfolder)
-            checked = (
-                f": {num_layers} layers, loaded back by diffusers at the trained strength; it changes the prediction "
-                f"by {100 * change:.3g} %"
-            )
+            how = {"dtype": _DTYPES[args.lora_dtype], "subfolder": stage.subfolder}
+            num_layers, change = check_lora(pipeline, path, lambda: module_output(module, dataset), **how)
+            checked = f": {num_layers} layers, loaded back by diffusers at the trained strength; it changes the "
+            checked += f"prediction by {100 * change:.3g} %"
         print(f"saved {path}{checked}")
         write_model_card(args, module.family, stage, num_items=len(dataset))
 
@@ -109,16 +99,14 @@ def split_scale(scale):
     return math.ldexp(1.0, exponent // 2), math.ldexp(2 * mantissa, exponent - exponent // 2)
 
 
-def _exported_tensors(transformer, export_name):
-    """Yield the names and the fp32 tensors of a LoRA file, the trained strength, alpha / rank, multiplied in.
+def _factors(layer):
+    """Return A (r, in) and B (out, r) of a trained adapter in fp32, its strength, alpha / rank, multiplied in.
 
     ComfyUI reads no alpha from the header and diffusers none from the tensors, so neither is needed.
     """
-    for name, layer in lora_layers(transformer).items():
-        factors = split_scale(layer.scaling[ADAPTER_NAME])
-        for key, factor in zip(("lora_A", "lora_B"), factors, strict=True):
-            weight = getattr(layer, key)[ADAPTER_NAME].weight.detach().float()
-            yield f"{export_name(name)}.{key}.weight", weight * factor
+    factors = split_scale(layer.scaling[ADAPTER_NAME])
+    halves = (layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight)
+    return [half.detach().float() * factor for half, factor in zip(halves, factors, strict=True)]
 
 
 def save_lora(accelerator, transformer, output_dir, *, dtype, export_name, info):
@@ -137,14 +125,14 @@ def save_lora(accelerator, transformer, output_dir, *, dtype, export_name, info)
     Raises:
         FailedError: A tensor is not finite.
     """
-    tensors, num_values, num_lost = {}, 0, 0
-    for name, weight in full_tensors(_exported_tensors(transformer, export_name)):
-        if accelerator.is_main_process:
-            weight = weight.cpu()
-            tensors[name] = weight.to(dtype).contiguous()
-            num_values += weight.numel()
-            num_lost += int(((weight != 0) & (tensors[name] == 0)).sum())
     layers = lora_layers(transformer)
+    halves = (
+        (f"{export_name(name)}.lora_{half}.weight", weight)
+        for name, layer in layers.items()
+        for half, weight in zip("AB", _factors(layer), strict=True)
+    )
+    tensors = full_tensors(halves)
+    tensors = {name: weight.cpu().to(dtype).contiguous() for name, weight in tensors if accelerator.is_main_process}
     rank = next(iter(layers.values())).r[ADAPTER_NAME]
     # The five fields with which every diffusers version loads the file; strength 1, since it is in the tensors.
     fields = {"r": rank, "lora_alpha": rank, "rank_pattern": {}, "alpha_pattern": {}, "target_modules": sorted(layers)}
@@ -152,11 +140,6 @@ def save_lora(accelerator, transformer, output_dir, *, dtype, export_name, info)
 
     def write():
         _check_finite(tensors, "The LoRA")
-        if num_lost > 1e-3 * num_values:
-            share = num_lost / num_values
-            logger.warning(
-                "--lora_dtype: %.1f %% of the trained values become zero in %s; use fp32.", 100 * share, dtype
-            )
         output_dir.mkdir(exist_ok=True)
         save_safetensors(tensors, output_dir / LORA_FILE, {"format": "pt", "lora_adapter_metadata": header} | info)
         return output_dir / LORA_FILE
@@ -182,9 +165,7 @@ def save_safetensors(tensors, path, metadata):
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)  # the tensors start at a multiple of 8
     with whole_file(path) as unfinished, unfinished.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
-        file.write(memoryview(content)[8 + length :])
+        file.writelines([len(encoded).to_bytes(8, "little"), encoded, memoryview(content)[8 + length :]])
 
 
 @torch.no_grad()
@@ -207,7 +188,10 @@ def check_lora(pipeline, path, predict, *, dtype, subfolder="transformer"):
         FailedError: A layer is missing, has another strength, or the LoRA changes nothing.
     """
     transformer = getattr(pipeline, subfolder)
-    trained = {name: _factors(layer, ADAPTER_NAME) for name, layer in lora_layers(transformer).items()}
+    # On the CPU: not a peak of its own.
+    trained = {
+        name: [half.to(dtype).cpu() for half in _factors(layer)] for name, layer in lora_layers(transformer).items()
+    }
     transformer.unload_lora()
     base_output = predict()
 
@@ -219,38 +203,19 @@ def check_lora(pipeline, path, predict, *, dtype, subfolder="transformer"):
         for name, layer in lora_layers(transformer).items()
         if name in trained or layer.lora_B["reloaded"].weight.any()
     }
+    where = f"{path.name} was loaded back by diffusers with"
     if differing := sorted(set(loaded) ^ set(trained)):
-        raise FailedError(
-            f"{path.name} was loaded back by diffusers with {len(loaded)} of {len(trained)} layers; differing are "
-            f"{', '.join(differing[:5])}."
-        )
-    for name, factors in trained.items():
-        reloaded = _factors(loaded[name], "reloaded")
-        # What rounding both factors can change, with room; a wrong strength is off by far more.
-        tolerance = 4 * max(torch.finfo(dtype).eps, torch.finfo(loaded[name].lora_A["reloaded"].weight.dtype).eps)
-        norm = _inner_product(factors, factors)
-        strength = _inner_product(reloaded, factors) / norm if norm > 0 else 1.0
-        if abs(strength - 1) > tolerance:
-            raise FailedError(
-                f"{path.name} was loaded back by diffusers with another strength: layer {name} has {strength:.1%} of "
-                "the trained one."
-            )
+        some = ", ".join(differing[:5])
+        raise FailedError(f"{where} {len(loaded)} of {len(trained)} layers; differing are {some}.")
+    for name, layer in loaded.items():
+        halves = [half["reloaded"].weight.cpu() for half in (layer.lora_A, layer.lora_B)]
+        pairs = zip(halves, trained[name], strict=True)
+        if layer.scaling["reloaded"] != 1 or not all(torch.equal(half, value.to(half.dtype)) for half, value in pairs):
+            raise FailedError(f"{where} another strength, or other weights, than were trained: layer {name}.")
     output = predict()
     if torch.equal(output, base_output):
         raise FailedError(f"{path.name} changes nothing: the output with it is that of the base model.")
     return len(loaded), float((output.float() - base_output.float()).norm() / base_output.float().norm())
-
-
-def _factors(layer, adapter_name):
-    """Return A (r, in) and strength * B (out, r) of an adapter, in fp64 and on the CPU: not a peak of its own."""
-    a, b = (getattr(layer, key)[adapter_name].weight.detach().cpu().double() for key in ("lora_A", "lora_B"))
-    return a, layer.scaling[adapter_name] * b
-
-
-def _inner_product(first, second):
-    """Return the sum over all entries of (B1 @ A1) * (B2 @ A2), without forming the products (out, in)."""
-    (a1, b1), (a2, b2) = first, second
-    return float(((b1.T @ b2) * (a1 @ a2.T)).sum())
 
 
 # ---------------------------------------------------------------- a transformer folder

@@ -28,6 +28,7 @@ class Kind:
         unit (`str`): What `--help` shows for a value.
         choices (`tuple[str]`): The allowed values, if they are words.
         is_list (`bool`): Whether a value has comma-separated parts, in a config file a list.
+        is_repeatable (`bool`): Whether there can be several values, in a config file a list.
     """
 
     convert: collections.abc.Callable
@@ -35,6 +36,7 @@ class Kind:
     unit: str = "X"
     choices: tuple = ()
     is_list: bool = False
+    is_repeatable: bool = False
 
 
 def _check(value, is_allowed=bool):
@@ -94,7 +96,8 @@ def _switch(text):
     return (on + off).index(text.lower()) < len(on)
 
 
-POSITIVE_INT = _number(int, lambda value: value >= 1, "a whole number of at least 1")
+COUNT = _number(int, lambda value: value >= 1, "a whole number of at least 1")
+STEPS, PIXELS, FRAMES = (dataclasses.replace(COUNT, unit=unit) for unit in ("STEPS", "PIXELS", "FRAMES"))
 SEVERAL = _number(int, lambda value: value >= 2, "a whole number of at least 2")
 NATURAL = _number(int, lambda value: value >= 0, "a whole number of at least 0")
 SEED = _number(int, lambda value: 0 <= value < 2**63, "a whole number from 0 to below 2**63")
@@ -109,18 +112,20 @@ SIZE = Kind(_num_bytes, "a size with its unit, such as 24GiB or 512MB", "SIZE")
 BUDGET = Kind(lambda text: text if text == "auto" else _num_bytes(text), f"auto, or {SIZE.allowed}", "SIZE|auto")
 NAMES = Kind(_names, "comma-separated names", "NAME,NAME", is_list=True)
 TRACKERS = Kind(_trackers, "tensorboard, wandb, trackio (comma-separated), or none", "NAME,NAME|none", is_list=True)
-KEY_VALUE = Kind(_key_value, "key=value", "KEY=VALUE")
+SCHEDULER = _choice("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
+KEY_VALUE = Kind(_key_value, "key=value", "KEY=VALUE", is_repeatable=True)
 OPTIMIZER = Kind(_optimizer, "adamw, adamw_8bit, adafactor, prodigy, or the import path of a class", "NAME")
-TEXT = Kind(str, "text", "TEXT")
-PATH = Kind(str, "text", "PATH")
+TEXT, PATH = Kind(str, "text", "TEXT"), Kind(str, "text", "PATH")
+TEXTS, PATHS = (dataclasses.replace(kind, is_repeatable=True) for kind in (TEXT, PATH))
 SWITCH = Kind(_switch, "true or false", "")
 STRUCTURE = Kind(None, "")  # for config files only
 
 REQUIRED = object()
 BY_MODEL = object()  # `resolve_for_model` fills it in
 
-# A resumed run cannot change what is fixed: it would be another run. The model card shows all but what is free.
-FIXED, SHOWN, FREE = "fixed", "shown", "free"
+# A resumed run cannot change what is fixed: it would be another run. The model card shows what is fixed or shown. What
+# concerns only this start of a run is not read from a `run.json`.
+FIXED, SHOWN, FREE, START = "fixed", "shown", "free", "start"
 
 
 # ---------------------------------------------------------------- rows
@@ -133,15 +138,12 @@ class Flag:
     Args:
         name (`str`), kind (`Kind`)
         default: A value, a function of the other flags, `BY_MODEL` or `REQUIRED`.
-        change (`str`): `FREE` or `SHOWN` if a resumed run may have another value, else `FIXED`.
+        change (`str`): `FIXED`, `SHOWN`, `FREE` or `START`.
         text (`str`): For `--help`; the values of the family fill in `{names}`.
         proof (`str`): The test that shows its effect; there may be more.
         elsewhere (`str`): What other trainers call it, or what serves its purpose there.
-        unit (`str`): Shown by `--help`, if not that of the kind.
         needs (`str`): Other flags, or name=value. Without one of them: no effect, no default, not required.
         excludes (`str`): Other flags that cannot be given together with it, and then have no default.
-        is_of_start (`bool`): Whether it concerns only this start of a run, so that reading a `run.json` skips it.
-        is_repeatable (`bool`): Whether it can be given several times, in a config file as a list.
         is_optional (`bool`): Whether only those families have it that name it in their values under "flags".
     """
 
@@ -152,22 +154,14 @@ class Flag:
     text: str
     proof: str
     elsewhere: str = ""
-    unit: str = ""
     needs: str = ""
     excludes: str = ""
-    is_of_start: bool = False
-    is_repeatable: bool = False
     is_optional: bool = False
 
     @property
     def label(self):
         """The name as a user writes it."""
         return self.name if self.kind is STRUCTURE else f"--{self.name}"
-
-    @property
-    def has_several(self):
-        """Whether its value is a list whose items are converted one by one."""
-        return self.is_repeatable or self.kind is KEY_VALUE
 
     def read(self, value, where=""):
         """Return the value of the flag from its text, or from the texts, list or mapping in a config file.
@@ -179,12 +173,12 @@ class Flag:
             return [(name, literal(item)) for name, item in value.items()]
         if self.kind.is_list and isinstance(value, list):
             value = ",".join(map(str, value))
-        items = value if self.has_several and isinstance(value, list) else [value]
+        items = value if self.kind.is_repeatable and isinstance(value, list) else [value]
         try:
             values = [self.kind.convert(_check(item, lambda value: isinstance(value, str))) for item in items]
         except (ValueError, OverflowError):
             raise RefusedError(f"{where}--{self.name} is {value!r}; allowed is {self.kind.allowed}.") from None
-        return values if self.has_several else values[0]
+        return values if self.kind.is_repeatable else values[0]
 
 
 def has_cap(args):
@@ -196,7 +190,8 @@ def _learning_rate(args):
     return 1.0 if args.optimizer == "prodigy" else 1e-4 if args.training_mode == "lora" else 1e-5
 
 
-_MANUAL_MEMORY = "use_gradient_checkpointing use_gradient_checkpointing_offload checkpoint_blocks offload_buffer_size"
+_LORA = "training_mode=lora"
+_CHECKPOINTING = "use_gradient_checkpointing use_gradient_checkpointing_offload"
 _PREVIEWS_OR_LOSS = "validation_prompt validation_split"
 
 # The titles of --help, each followed by its flags. What a row does not say is not true of the flag. A resume compares
@@ -207,204 +202,172 @@ FLAGS = (
     Flag("pretrained_model_name_or_path", PATH, REQUIRED, FREE, "Hub id or folder of a diffusers pipeline.",
          "test_variant", "model_paths model_id_with_origin_paths dit ckpt_path name_or_path model_name model_id"),
     Flag("revision", TEXT, None, SHOWN, "Git revision on the hub. Default: its main branch.", "test_revision"),
-    Flag("variant", TEXT, None, SHOWN, "Variant of the files of weights, such as bf16. Default: none.",
-         "test_variant"),
-    Flag("transformer_path", PATH, None, SHOWN, "A transformer/ folder or one safetensors file that replaces the "
-         "pipeline's transformer. Default: none.", "test_full_result_can_be_trained_on", "dit unet_path"),
+    Flag("variant", TEXT, None, SHOWN, "Variant of the files of weights, such as bf16.", "test_variant"),
+    Flag("transformer_path", PATH, None, SHOWN, "Folder or safetensors file that replaces the pipeline's transformer.",
+         "test_full_result_can_be_trained_on", "dit unet_path"),
     Flag("training_mode", _choice("lora", "full"), "lora", FIXED, "Train a LoRA, or all weights.",
-         "test_full_result_can_be_trained_on", "lora_base_model trainable_models training_type network_module "
-         "remove_prefix_in_ckpt"),
+         "test_full_result_can_be_trained_on", "lora_base_model trainable_models remove_prefix_in_ckpt"),
     Flag("seed", SEED, 42, FIXED, "Seed of all draws.", "test_flags_reach_the_clips", "global_seed manual_seed"),
     Flag("deterministic", SWITCH, False, FREE, "Deterministic kernels on CUDA; slower. A CPU is always deterministic.",
          "test_deterministic", "use_deterministic_algorithms"),
     "LoRA",
-    Flag("lora_rank", POSITIVE_INT, 32, FIXED, "Rank of the adapters.", "test_files_of_a_lora_run",
-         "network_dim rank lora_r lora_dim linear", needs="training_mode=lora"),
-    Flag("lora_alpha", POSITIVE, lambda args: float(args.lora_rank), FIXED, "The strength is alpha / rank. Default: "
-         "the rank.", "test_strength_rate_dropout_and_dtype", "network_alpha linear_alpha alpha",
-         needs="training_mode=lora"),
+    Flag("lora_rank", COUNT, 32, FIXED, "Rank of the adapters.",
+         "test_files_of_a_lora_run", "network_dim rank lora_r lora_dim linear", needs=_LORA),
+    Flag("lora_alpha", POSITIVE, lambda args: float(args.lora_rank), FIXED, "Strength times rank. Default: the rank.",
+         "test_strength_rate_dropout_and_dtype", "network_alpha linear_alpha alpha", needs=_LORA),
     Flag("lora_dropout", BELOW_ONE, 0.0, FIXED, "Dropout before each adapter. 0 is off.",
-         "test_strength_rate_dropout_and_dtype", "network_dropout", needs="training_mode=lora"),
-    Flag("lora_target_modules", NAMES, BY_MODEL, FIXED, "Comma-separated names of linear layers; the end of a full "
-         "name is enough. Default: {lora_target_modules}.", "test_image_keys_need_not_be_adapted",
-         "target_modules lora_layers network_args", needs="training_mode=lora"),
-    Flag("lora_init_path", PATH, None, SHOWN, "LoRA file, or folder with one, whose weights the adapters start from. "
-         "Default: none.", "test_a_run_starts_from_the_lora_of_its_expert", "network_weights lora_checkpoint "
-         "init_from_existing", needs="training_mode=lora"),
+         "test_strength_rate_dropout_and_dtype", "network_dropout", needs=_LORA),
+    Flag("lora_target_modules", NAMES, BY_MODEL, FIXED, "Names of linear layers; the end of a full name is enough.",
+         "test_image_keys_need_not_be_adapted", "target_modules lora_layers network_args", needs=_LORA),
+    Flag("lora_init_path", PATH, None, SHOWN, "LoRA file, or folder with one, to start from.",
+         "test_a_run_starts_from_the_lora_of_its_expert", "network_weights lora_checkpoint", needs=_LORA),
     Flag("lora_dtype", _choice("bf16", "fp32"), "bf16", SHOWN, "Dtype of the saved file; training is in fp32.",
-         "test_strength_rate_dropout_and_dtype", "save_precision save_dtype", needs="training_mode=lora"),
+         "test_strength_rate_dropout_and_dtype", "save_precision save_dtype", needs=_LORA),
     "data",
     Flag("dataset_path", PATH, REQUIRED, FREE, "Folder, or hub id of a Hugging Face dataset.",
-         "test_refused_before_models_load", "dataset_base_path dataset_name train_data_dir instance_data_dir "
-         "folder_path data_path"),
-    Flag("dataset_metadata", PATH, None, FREE, "Metadata file. Default: the one in the folder, else sidecar .txt "
-         "files.", "test_given_metadata_must_exist_and_be_a_table", "dataset_metadata_path metadata_path"),
+         "test_refused_before_models_load", "dataset_base_path dataset_name train_data_dir instance_data_dir"),
+    Flag("dataset_metadata", PATH, None, FREE, "Metadata file. Default: that in the folder, else sidecar .txt files.",
+         "test_given_metadata_must_exist_and_be_a_table", "dataset_metadata_path metadata_path"),
     Flag("media_column", TEXT, None, FREE, "Column with the images or clips. Default: found by its usual names.",
          "test_flags_decide_between_columns_and_the_rest_is_listed", "image_column video_column data_file_keys"),
     Flag("caption_column", TEXT, None, FREE, "Column with the captions. Default: found by its usual names.",
          "test_flags_decide_between_columns_and_the_rest_is_listed"),
-    Flag("height", POSITIVE_INT, BY_MODEL, FIXED, "Height, a multiple of {divisor}. Default: {height}.",
-         "test_refused_before_models_load", "resolution", unit="PIXELS"),
-    Flag("width", POSITIVE_INT, BY_MODEL, FIXED, "Width, a multiple of {divisor}. Default: {width}.",
-         "test_refused_before_models_load", "resolution", unit="PIXELS"),
-    Flag("max_pixels", POSITIVE_INT, None, FIXED, "Instead of height and width: keep each item's shape, with at most "
-         "this many pixels. Default: off.", "test_sizes_under_a_cap", "resolution resolutions", unit="PIXELS",
-         excludes="height width"),
+    Flag("height", PIXELS, BY_MODEL, FIXED, "Height, a multiple of {divisor}.",
+         "test_refused_before_models_load", "resolution"),
+    Flag("width", PIXELS, BY_MODEL, FIXED, "Width, a multiple of {divisor}.",
+         "test_refused_before_models_load", "resolution"),
+    Flag("max_pixels", PIXELS, None, FIXED, "Instead of one size: at most this many, each item in its own shape.",
+         "test_sizes_under_a_cap", "resolution resolutions", excludes="height width"),
     Flag("aspect_buckets", NATURAL, lambda args: 9 if has_cap(args) else None, FIXED, "Shapes from 1:2 to 2:1 under a "
          "cap on pixels; each item is cropped to the nearest. 0: each keeps its own. Default: 9.",
          "test_ordinary_photographs_share_shapes", "enable_bucket num_ar_buckets ar_buckets"),
-    Flag("num_frames", POSITIVE_INT, BY_MODEL, FIXED, "Frames of a clip, 4n + 1, if it has as many. Default: "
-         "{num_frames}.", "test_frame_counts", "frames target_frames max_num_frames frame_buckets", unit="FRAMES",
-         is_optional=True),
-    Flag("fps", POSITIVE, BY_MODEL, FIXED, "Frames per second of the clips that are trained. Default: {fps}.",
+    Flag("num_frames", FRAMES, BY_MODEL, FIXED, "Frames of a clip, 4n + 1, if it has as many.",
+         "test_frame_counts", "frames target_frames max_num_frames frame_buckets", is_optional=True),
+    Flag("fps", POSITIVE, BY_MODEL, FIXED, "Frames per second of the clips that are trained.",
          "test_flags_reach_the_clips", "target_fps", is_optional=True),
     Flag("clip_part", _choice("start", "middle", "random"), "start", FIXED, "Part of a longer clip that is used; "
          "random: drawn once, by the seed.", "test_flags_reach_the_clips", "frame_extraction", is_optional=True),
-    Flag("task", _choice("t2v", "i2v"), None, FIXED, "From text or from image to video. Required where a model does "
-         "both: {tasks}.", "test_refused_before_models_load", is_optional=True),
-    Flag("train_batch_size", POSITIVE_INT, 1, SHOWN, "Samples per process and micro-batch.",
-         "test_update_is_that_of_the_mean_over_the_global_batch", "batch_size micro_batch_size_per_gpu "
-         "per_device_train_batch_size", unit="SAMPLES"),
-    Flag("dataset_repeat", POSITIVE_INT, 1, SHOWN, "How often each item occurs in one epoch.",
+    Flag("task", _choice("t2v", "i2v"), None, FIXED, "Text or image to video. Required where a model does both: "
+         "{tasks}.", "test_refused_before_models_load", is_optional=True),
+    Flag("train_batch_size", COUNT, 1, SHOWN, "Samples per process and micro-batch.",
+         "test_update_is_that_of_the_mean_over_the_global_batch", "batch_size micro_batch_size_per_gpu"),
+    Flag("dataset_repeat", COUNT, 1, SHOWN, "How often each item occurs in one epoch.",
          "test_several_datasets_with_repeats", "repeats num_repeats"),
-    Flag("dataloader_num_workers", NATURAL, 1, FREE, "Threads per process that load batches ahead. 0: a batch is "
-         "loaded when needed.", "test_loaders_change_nothing_but_the_time", "dataset_num_workers "
-         "max_data_loader_n_workers num_workers", unit="THREADS"),
-    Flag("caption_dropout", FRACTION, 0.0, FIXED, "Share of samples that are trained with {dropped_caption}. 0 is "
-         "off.", "test_dropped_captions_change_nothing_else", "caption_dropout_rate proportion_empty_prompts"),
+    Flag("dataloader_num_workers", NATURAL, 1, FREE, "Threads per process that load batches ahead. 0: none.",
+         "test_loaders_change_nothing_but_the_time", "max_data_loader_n_workers num_workers"),
+    Flag("caption_dropout", FRACTION, 0.0, FIXED, "Share of samples trained with {dropped_caption}. 0 is off.",
+         "test_dropped_captions_change_nothing_else", "caption_dropout_rate proportion_empty_prompts"),
     Flag("on_bad_sample", _choice("error", "skip"), "error", FREE, "Items that cannot be used: list them and stop, or "
          "train on the rest.", "test_skip_trains_on_the_rest"),
     Flag("allow_missing_captions", SWITCH, False, FREE, "Train items without a caption with an empty caption.",
          "test_missing_and_empty_captions_are_counted"),
     Flag("cache_dir", PATH, lambda args: str(pathlib.Path(args.output_dir) / "cache"), FREE,
          "Folder for encoded captions and media, which runs can share. Default: cache in the output_dir.",
-         "test_what_changes_is_encoded_again", "cache_directory cache_latents cache_latents_to_disk "
-         "cache_text_encoder_outputs"),
+         "test_what_changes_is_encoded_again", "cache_latents cache_latents_to_disk cache_text_encoder_outputs"),
     "memory",
     Flag("use_gradient_checkpointing", SWITCH, False, FREE, "Recompute each block in the backward pass.",
          "test_memory_of_the_modes_is_ordered", "gradient_checkpointing activation_checkpointing grad_checkpoint"),
-    Flag("use_gradient_checkpointing_offload", SWITCH, False, FREE, "Recompute, and keep the inputs of each block in "
-         "host memory until then. Implies the flag above.", "test_same_bytes_when_the_inputs_are_really_parked",
-         "gradient_checkpointing_cpu_offload blocks_to_swap"),
-    Flag("checkpoint_blocks", COUNTS, None, FREE, "Number of blocks, from the first on, that a flag above is for; one "
-         "for all block lists, or one each. Default: all.", "test_same_bytes_again_and_in_every_memory_mode",
-         needs="use_gradient_checkpointing use_gradient_checkpointing_offload"),
-    Flag("offload_buffer_size", SIZE, None, FREE, "Host memory per process for offloaded inputs; when it is full, "
-         "they stay on the device. Default: what the plan offloads, if the host has that much free.",
+    Flag("use_gradient_checkpointing_offload", SWITCH, False, FREE, "Recompute, with the blocks' inputs on the host.",
+         "test_same_bytes_when_the_inputs_are_really_parked", "gradient_checkpointing_cpu_offload blocks_to_swap"),
+    Flag("checkpoint_blocks", COUNTS, None, FREE, "Only the first N blocks, or N and M of two lists. Default: all.",
+         "test_same_bytes_again_and_in_every_memory_mode", needs=_CHECKPOINTING),
+    Flag("offload_buffer_size", SIZE, None, FREE, "Host memory for those inputs, per process. Default: as planned.",
          "test_a_full_buffer_changes_nothing", needs="use_gradient_checkpointing_offload"),
-    Flag("memory_budget", BUDGET, None, FREE, "Instead of the flags above: the fastest plan that fits this device "
-         "memory per process, or what is free (auto). Default: off.", "test_a_budget_makes_the_plan",
-         "blocks_to_swap low_vram enable_model_cpu_offload", excludes=_MANUAL_MEMORY),
-    Flag("dry_run", SWITCH, False, FREE, "Only forecast what the run will need, from configs alone, and check that it "
-         "fits.", "test_a_dry_run_does_not_count_as_encoding", is_of_start=True),
+    Flag("memory_budget", BUDGET, None, FREE, "The fastest plan in this device memory, or in what is free (auto).",
+         "test_a_budget_makes_the_plan", "blocks_to_swap low_vram enable_model_cpu_offload",
+         excludes=f"{_CHECKPOINTING} checkpoint_blocks offload_buffer_size"),
+    Flag("dry_run", SWITCH, False, START, "Only forecast, from configs alone, what the run will need, and check that "
+         "it fits.", "test_a_dry_run_does_not_count_as_encoding"),
     "training",
-    Flag("max_train_steps", POSITIVE_INT, None, FREE, "Optimizer steps. Default: as many as the epochs need.",
-         "test_checkpoints_total_limit", "steps train_steps max_steps num_steps", unit="STEPS",
-         excludes="num_train_epochs"),
-    Flag("num_train_epochs", POSITIVE_INT, 1, FREE, "Passes over the dataset, instead of steps.",
-         "test_epochs_become_optimizer_steps", "num_epochs epochs max_train_epochs", unit="EPOCHS"),
-    Flag("gradient_accumulation_steps", POSITIVE_INT, 1, SHOWN, "Micro-batches per optimizer step.",
+    Flag("max_train_steps", STEPS, None, FREE, "Optimizer steps. Default: as many as the epochs need.",
+         "test_checkpoints_total_limit", "steps train_steps max_steps num_steps", excludes="num_train_epochs"),
+    Flag("num_train_epochs", COUNT, 1, FREE, "Passes over the dataset, instead of steps.",
+         "test_epochs_become_optimizer_steps", "num_epochs epochs max_train_epochs"),
+    Flag("gradient_accumulation_steps", COUNT, 1, SHOWN, "Micro-batches per optimizer step.",
          "test_update_is_that_of_the_mean_over_the_global_batch", "gradient_accumulation accumulation_steps"),
     Flag("learning_rate", POSITIVE, _learning_rate, FIXED, "Learning rate. Default: 1e-4 for LoRA, 1e-5 for full, 1.0 "
          "with prodigy.", "test_strength_rate_dropout_and_dtype", "lr unet_lr"),
-    Flag("lr_scheduler",
-         _choice("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
-         "constant", FIXED, "Schedule of the learning rate, over optimizer steps.",
+    Flag("lr_scheduler", SCHEDULER, "constant", FIXED, "Schedule of the learning rate, over optimizer steps.",
          "test_two_processes_train_on_for_several_steps", "lr_scheduler_type"),
     Flag("lr_warmup_steps", NATURAL, 0, FIXED, "Optimizer steps over which the rate rises from 0. 0 is off.",
-         "test_a_run_again_from_its_run_json", "warmup_steps", unit="STEPS"),
+         "test_a_run_again_from_its_run_json", "warmup_steps"),
     Flag("lr_num_cycles", SEVERAL, REQUIRED, FIXED, "How often the rate falls, for cosine_with_restarts only.",
-         "test_numbers_that_the_length_of_the_run_makes_void", "lr_scheduler_num_cycles",
-         needs="lr_scheduler=cosine_with_restarts"),
+         "test_numbers_that_the_length_of_the_run_makes_void", needs="lr_scheduler=cosine_with_restarts"),
     Flag("lr_power", NOT_LINEAR, REQUIRED, FIXED, "Power of the fall, for polynomial only; 1 would be linear.",
          "test_refused", "lr_scheduler_power", needs="lr_scheduler=polynomial"),
     Flag("optimizer", OPTIMIZER, "adamw", FIXED, "adamw, adamw_8bit, adafactor, prodigy, or the import path of a "
-         "class, such as torch.optim.SGD.", "test_learning_rate_reaches_every_optimizer", "optimizer_type "
-         "use_8bit_adam"),
+         "class, such as torch.optim.SGD.", "test_learning_rate_reaches_every_optimizer", "use_8bit_adam"),
     Flag("optimizer_args", KEY_VALUE, lambda args: {}, FIXED, "Further arguments of the optimizer. Default: none.",
          "test_kinds_of_optimizer_args", "adam_beta1 adam_beta2 adam_epsilon betas"),
     Flag("weight_decay", NON_NEGATIVE, lambda args: None if "." in args.optimizer else 0.01, FIXED,
          "Weight decay. 0 is off. Default: 0.01; with the import path of an optimizer, the default of that class.",
          "test_learning_rate_reaches_every_optimizer", "adam_weight_decay"),
-    Flag("max_grad_norm", NON_NEGATIVE, 1.0, FIXED, "Norm to which gradients are clipped. 0 is off.", "test_clipping",
-         "gradient_clipping grad_clip clip_grad_norm"),
-    Flag("mixed_precision", _choice("no", "bf16"), "bf16", FIXED, "Dtype of the base weights and of the computation; "
-         "no is fp32. There is no autocast either way.",
+    Flag("max_grad_norm", NON_NEGATIVE, 1.0, FIXED, "Norm to which gradients are clipped. 0 is off.",
+         "test_clipping", "gradient_clipping grad_clip clip_grad_norm"),
+    Flag("mixed_precision", _choice("no", "bf16"), "bf16", FIXED, "Dtype of base weights and computation; no: fp32.",
          "test_in_bf16_the_transformer_gets_what_the_stock_pipeline_gives_it", "dtype precision"),
-    Flag("timestep_sampling", _choice("uniform", "logit_normal"), "{timestep_sampling}", FIXED,
-         "Distribution of sigma before the shift.", "test_sigmas_follow_the_flags", "weighting_scheme "
-         "flow_weighting_scheme timestep_sample_method"),
-    Flag("sigma_shift", POSITIVE, None, FIXED, "Factor that shifts sigmas towards noise. 1 is off. Default: "
-         "{sigma_shift}.", "test_each_expert_is_trained_on_its_own_side", "discrete_flow_shift flow_shift shift"),
-    Flag("expert", _choice("high_noise", "low_noise", "both"), None, FIXED, "Which expert is trained; both: one after "
-         "the other. Required where a model has two: {experts}.", "test_both_experts_in_one_run_equal_two_runs",
-         is_optional=True),
+    Flag("timestep_sampling", _choice("uniform", "logit_normal"), "{timestep_sampling}", FIXED, "Law of sigma before "
+         "the shift.", "test_sigmas_follow_the_flags", "weighting_scheme flow_weighting_scheme"),
+    Flag("sigma_shift", POSITIVE, None, FIXED, "Shifts sigmas towards noise. 1 is off. Default: {sigma_shift}.",
+         "test_each_expert_is_trained_on_its_own_side", "discrete_flow_shift flow_shift shift"),
+    Flag("expert", _choice("high_noise", "low_noise", "both"), None, FIXED, "Which one to train, or both. Required "
+         "where a model has two: {experts}.", "test_both_experts_in_one_run_equal_two_runs", is_optional=True),
     Flag("min_sigma", FRACTION, 0.0, FIXED, "Lower end of the sigmas, from 0 to 1. 0 is off.",
          "test_sigmas_follow_the_flags", "min_timestep min_timestep_boundary"),
     Flag("max_sigma", FRACTION, 1.0, FIXED, "Upper end of the sigmas, from 0 to 1. 1 is off.",
          "test_sigmas_follow_the_flags", "max_timestep max_timestep_boundary"),
     Flag("loss_weighting", _choice("none", "sigma_sqrt", "cosmap"), "none", FIXED, "Weight of each sample's loss by "
          "its sigma, as in diffusers' compute_loss_weighting_for_sd3.", "test_loss_weighting", "weighting_scheme"),
-    Flag("ema", SWITCH, False, FIXED, "Keep an average of the trained weights in fp32, which is exported, previewed "
-         "and validated.", "test_averaged_weights_are_previewed", "use_ema"),
+    Flag("ema", SWITCH, False, FIXED, "Average the trained weights in fp32; the average is exported and previewed.",
+         "test_averaged_weights_are_previewed", "use_ema"),
     Flag("ema_decay", BELOW_ONE, 0.999, FIXED, "Weight of the old average at step n, at most (1 + n) / (10 + n).",
          "test_last_preview_is_what_the_stock_pipeline_samples", needs="ema"),
-    Flag("offload_ema", SWITCH, False, FREE, "Keep the average in host memory: saves 4 bytes per weight, slows each "
-         "step.", "test_training_is_the_same_with_and_without", needs="ema"),
-    Flag("max_skipped_steps", NATURAL, 0, FREE, "Optimizer steps in a row that may be skipped because loss or "
-         "gradient is not finite; checking each makes the host wait for the device. 0: the run stops at the first.",
-         "test_a_step_whose_loss_is_not_finite_is_left_out", unit="STEPS"),
+    Flag("offload_ema", SWITCH, False, FREE, "Keep the average in host memory: 4 bytes per weight; slows each step.",
+         "test_training_is_the_same_with_and_without", needs="ema"),
+    Flag("max_skipped_steps", NATURAL, 0, FREE, "Steps in a row that may fail: loss or gradient is not finite.",
+         "test_a_step_whose_loss_is_not_finite_is_left_out"),
     "saving",
     Flag("output_dir", PATH, REQUIRED, FREE, "Folder for everything that the run leaves.",
          "test_folder_that_cannot_be_written_is_refused", "output_path output_name training_folder outputs"),
-    Flag("checkpointing_steps", POSITIVE_INT, None, FREE, "Optimizer steps between two checkpoints. Default: off.",
-         "test_checkpoints_total_limit", "save_every_n_steps save_every_n_epochs save_steps save_every ckpt_every "
-         "save_state", unit="STEPS"),
-    Flag("checkpoints_total_limit", POSITIVE_INT, None, FREE, "Keep only the newest N checkpoints. Default: all.",
-         "test_checkpoints_total_limit", "save_last_n_steps_state max_step_saves_to_keep",
-         needs="checkpointing_steps"),
-    Flag("resume_from_checkpoint", PATH, None, FREE, "Checkpoint folder to continue from (a bare name is searched in "
-         "the output_dir first), or latest: the newest complete one in the output_dir, or step 1 if there is none "
-         "yet. Default: off.", "test_resume_gives_the_same_bytes", "resume load", is_of_start=True),
+    Flag("checkpointing_steps", STEPS, None, FREE, "Optimizer steps between two checkpoints. Default: off.",
+         "test_checkpoints_total_limit", "save_every_n_steps save_every_n_epochs save_steps save_every ckpt_every"),
+    Flag("checkpoints_total_limit", COUNT, None, FREE, "Keep only the newest N checkpoints. Default: all.",
+         "test_checkpoints_total_limit", "save_last_n_steps_state save_total_limit", needs="checkpointing_steps"),
+    Flag("resume_from_checkpoint", PATH, None, START, "Checkpoint folder, or latest: the newest complete one in the "
+         "output_dir, or step 1 if there is none yet.", "test_resume_gives_the_same_bytes", "resume load"),
     Flag("push_to_hub", SWITCH, False, FREE, "Upload the result, its model card and the last previews to the hub.",
          "test_nothing_is_uploaded_without_the_flag"),
     Flag("hub_model_id", TEXT, None, FREE, "Repository for push_to_hub. Default: the name of the output_dir.",
          "test_repository_is_opened", "huggingface_repo_id", needs="push_to_hub"),
     "reporting",
-    Flag("report_to", TRACKERS, lambda args: [], FREE, "Trackers that also get the numbers and previews. Default: "
-         "none.", "test_report_to", "log_with"),
-    Flag("logging_steps", POSITIVE_INT, 10, FREE, "Optimizer steps between two writes of the metrics.",
-         "test_logging_steps", "log_every log_every_n_steps steps_per_print", unit="STEPS"),
-    Flag("validation_prompt", TEXT, None, FREE, "Prompt of a preview; repeatable. Default: no previews.",
-         "test_files_of_previews", "sample_prompts validation_prompts", is_repeatable=True),
-    Flag("validation_image", PATH, None, FREE, "First frame of the previews, for image to video; given twice: first "
-         "and last. Default: none.", "test_last_preview_is_what_the_stock_pipeline_samples", "validation_images",
-         needs="validation_prompt", is_repeatable=True, is_optional=True),
-    Flag("validation_steps", POSITIVE_INT, None, FREE, "Optimizer steps between two rounds of previews and losses of "
-         "held-out items. Default: only after the last step.", "test_files_of_previews", "sample_every_n_steps "
-         "sample_every validation_epochs eval_every_n_steps", unit="STEPS", needs=_PREVIEWS_OR_LOSS),
+    Flag("report_to", TRACKERS, lambda args: [], FREE, "Trackers that also get numbers and previews. Default: none.",
+         "test_report_to", "log_with"),
+    Flag("logging_steps", STEPS, 10, FREE, "Optimizer steps between two writes of the metrics.",
+         "test_logging_steps", "log_every log_every_n_steps steps_per_print"),
+    Flag("validation_prompt", TEXTS, None, FREE, "Prompt of a preview; repeatable. Default: no previews.",
+         "test_files_of_previews", "sample_prompts validation_prompts"),
+    Flag("validation_image", PATHS, None, FREE, "First frame of the previews; given twice: first and last.",
+         "test_last_preview_is_what_the_stock_pipeline_samples", needs="validation_prompt", is_optional=True),
+    Flag("validation_steps", STEPS, None, FREE, "Steps between previews or held-out losses. Default: the last only.",
+         "test_files_of_previews", "sample_every_n_steps sample_every eval_every_n_steps", needs=_PREVIEWS_OR_LOSS),
     Flag("validation_split", BELOW_ONE, 0.0, FIXED, "Share of the items that are not trained, but whose loss is "
          "measured at fixed sigmas and noise. 0 is off.", "test_what_is_held_out_is_not_trained"),
-    Flag("negative_prompt", TEXT, BY_MODEL, FREE, "Negative prompt of the previews. Default: "
-         "{described_negative_prompt}.", "test_settings_of_previews", "neg validation_negative_prompt",
-         needs="validation_prompt"),
-    Flag("guidance_scale", NON_NEGATIVE, BY_MODEL, FREE, "Guidance scale of the previews; up to 1 is off. Default: "
-         "{guidance_scale}.", "test_settings_of_previews", "cfg_scale", needs="validation_prompt"),
-    Flag("num_inference_steps", POSITIVE_INT, BY_MODEL, FREE, "Denoising steps of the previews. Default: "
-         "{num_inference_steps}.", "test_settings_of_previews", "sample_steps", unit="STEPS",
-         needs="validation_prompt"),
-    Flag("validation_seed", SEED, lambda args: args.seed, FREE, "Seed of the noise of previews and held-out items. "
-         "Default: the seed.", "test_validation_seed_changes_the_loss_only", needs=_PREVIEWS_OR_LOSS),
+    Flag("negative_prompt", TEXT, BY_MODEL, FREE, "Of the previews. Default: {described_negative_prompt}.",
+         "test_settings_of_previews", "neg validation_negative_prompt", needs="validation_prompt"),
+    Flag("guidance_scale", NON_NEGATIVE, BY_MODEL, FREE, "Guidance scale of the previews; up to 1 is off.",
+         "test_settings_of_previews", "cfg_scale", needs="validation_prompt"),
+    Flag("num_inference_steps", STEPS, BY_MODEL, FREE, "Denoising steps of the previews.",
+         "test_settings_of_previews", "sample_steps", needs="validation_prompt"),
+    Flag("validation_seed", SEED, lambda args: args.seed, FREE, "Seed of previews and held-out items. Default: seed.",
+         "test_validation_seed_changes_the_loss_only", needs=_PREVIEWS_OR_LOSS),
     "files",
-    Flag("config", PATH, None, FREE, "YAML file with the keys of the flags, datasets and bucket_config "
-         "(docs/data.md), or a run.json. Repeatable: later files win, flags win over all. Default: none.",
-         "test_a_run_again_from_its_run_json", "config_file training_config dataset_config", is_of_start=True,
-         is_repeatable=True),
-    Flag("datasets", STRUCTURE, None, FREE, "Several datasets.", "test_several_datasets", "dataset_config "
-         "data_backend_config", excludes=" ".join(DATASET_FLAGS)),
+    Flag("config", PATHS, None, START, "YAML with the keys of the flags (docs/data.md), or a run.json. Repeatable: "
+         "the last wins.", "test_a_run_again_from_its_run_json", "config_file training_config dataset_config"),
+    Flag("datasets", STRUCTURE, None, FREE, "Several datasets.",
+         "test_several_datasets", "dataset_config data_backend_config", excludes=" ".join(DATASET_FLAGS)),
     Flag("bucket_config", STRUCTURE, None, FIXED, "Sizes, numbers of frames, shares and batch sizes.",
-         "test_bucket_config", "resolutions frame_buckets", excludes="height width max_pixels num_frames "
-         "train_batch_size"),
+         "test_bucket_config", "resolutions frame_buckets",
+         excludes="height width max_pixels num_frames train_batch_size"),
 )
 # fmt: on
 
@@ -417,7 +380,13 @@ def flags_of(values):
     for row in ROWS.values():
         if not row.is_optional or row.name in values.get("flags", ()):
             default = row.default.format(**values) if isinstance(row.default, str) else row.default
-            rows[row.name] = dataclasses.replace(row, default=default, text=row.text.format(**values))
+            text = row.text.format(**values)
+            if default is REQUIRED:
+                text += " Required there." if row.needs else " Required."
+            elif not {"Default:", "Required"} & set(text.split()):
+                shown = {BY_MODEL: values.get(row.name), None: "none"}.get(default, default)
+                text += f" Default: {'off' if row.kind is SWITCH else shown}."
+            rows[row.name] = dataclasses.replace(row, default=default, text=text)
     return rows
 
 

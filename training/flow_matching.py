@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import functools
 import math
 import statistics
 
@@ -40,17 +39,13 @@ class SigmaLaw:
 
     def quantile(self, u):
         """Return the sigma below which the conditioned law has the share `u`, in [0, 1], of its mass."""
-        low, high = self._ends
+        low, high = self.cdf(self.min_sigma), self.cdf(self.max_sigma)
         u = low + u * (high - low)
         is_plain = self.timestep_sampling == "uniform" or u in (0, 1)
         base = u if is_plain else 1 / (1 + math.exp(-statistics.NormalDist().inv_cdf(u)))
         sigma = self.shift * base / (1 + (self.shift - 1) * base) if base < 1 else 1.0
         # Against the last bit of rounding only: an expert is never to see the other one's side.
         return min(max(sigma, self.min_sigma), self.max_sigma)
-
-    @functools.cached_property
-    def _ends(self):
-        return self.cdf(self.min_sigma), self.cdf(self.max_sigma)
 
 
 def sigma_law(args, model_shift, sigma_range=(0.0, 1.0)):
@@ -68,8 +63,7 @@ def sigma_law(args, model_shift, sigma_range=(0.0, 1.0)):
     low, high = max(args.min_sigma, sigma_range[0]), min(args.max_sigma, sigma_range[1])
     used = f"the model (or its expert) is used for sigmas from {sigma_range[0]} to {sigma_range[1]} only"
     if low >= high:
-        given = f"--min_sigma {args.min_sigma} and --max_sigma {args.max_sigma}"
-        raise RefusedError(f"{given} leave nothing to train: {used}.")
+        raise RefusedError(f"--min_sigma {args.min_sigma} and --max_sigma {args.max_sigma} leave nothing: {used}.")
     for name in ("min_sigma", "max_sigma"):
         value = getattr(args, name)
         # Of two experts each may have one of the ends.

@@ -6,6 +6,7 @@ import pathlib
 import torch
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from runtime.errors import RefusedError
 from runtime.files import refuse_pointer
@@ -35,9 +36,7 @@ def read_initial_lora(args, family, stage, targets):
     where = f"--lora_init_path {path}"
     try:
         refuse_pointer(path)
-        with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        header, tensors = _read_header(path), load_file(path)
         metadata = json.loads(header.get("lora_adapter_metadata", "{}"))
         fields = {key.removeprefix("transformer."): value for key, value in metadata.items()}
     except (OSError, ValueError, AttributeError, SafetensorError) as error:
@@ -53,27 +52,24 @@ def read_initial_lora(args, family, stage, targets):
     try:
         converted = {} if unplaced else family.pipeline_class.lora_state_dict(dict(tensors))
     except Exception as error:  # its converters raise whatever an unknown name leads them to
-        what = f"{type(error).__name__}: {str(error)[:200]}"
-        raise RefusedError(f"{where} is in no layout that diffusers reads ({what}).") from None
+        raise RefusedError(f"{where} is in no layout that diffusers reads ({error!r:.200}).") from None
     initial = {}
     for layer in targets:
         keys = [f"transformer.{layer}.lora_{half}.weight" for half in "AB"]
         if all(key in converted for key in keys):
             a, b = (converted.pop(key).float() for key in keys)
             linear = family.skeleton.get_submodule(layer)
-            shapes = (args.lora_rank, linear.in_features), (linear.out_features, args.lora_rank)
-            if (a.shape, b.shape) != shapes:
-                raise RefusedError(
-                    f"{where}: A and B of {layer} have the shapes {tuple(a.shape)} and {tuple(b.shape)}; with this "
-                    f"model and --lora_rank {args.lora_rank} they are {shapes[0]} and {shapes[1]}."
-                )
+            found = tuple(a.shape), tuple(b.shape)
+            wanted = (args.lora_rank, linear.in_features), (linear.out_features, args.lora_rank)
+            if found != wanted:
+                needed = f"with this model and --lora_rank {args.lora_rank} they are {wanted[0]} and {wanted[1]}"
+                raise RefusedError(f"{where}: A and B of {layer} have the shapes {found[0]} and {found[1]}; {needed}.")
             initial[layer] = a, b * _strength(fields, layer, rank=len(a))
     unplaced += converted
     if unplaced or not initial:
-        raise RefusedError(
-            f"{where}: {len(unplaced)} of {len(tensors)} tensors have no place in the adapters of this run, such as "
-            f"{', '.join(unplaced[:5]) or 'none'}; it adapts {', '.join(args.lora_target_modules)}."
-        )
+        what = f"{len(unplaced)} of {len(tensors)} tensors have no place in the adapters of this run"
+        some, adapted = ", ".join(unplaced[:5]) or "none", ", ".join(args.lora_target_modules)
+        raise RefusedError(f"{where}: {what}, such as {some}; it adapts {adapted}.")
     return initial
 
 
@@ -90,15 +86,12 @@ def check_base_of_lora(args, stage, weights):
     if args.lora_init_path is None or weights is None:
         return
     path = _find_file(args, stage)
-    with safe_open(path, "pt") as file:
-        header = file.metadata() or {}
+    header = _read_header(path)
     if header.get("base_weights", weights) != weights:
         base = args.transformer_path or args.pretrained_model_name_or_path
-        raise RefusedError(
-            f"--lora_init_path {path} was trained on other weights (of {header.get('base_model')}) than the "
-            f"transformer of {base} has. Give those, wherever they are, or remove base_weights from its header to "
-            "start from it on these."
-        )
+        others = f"other weights (of {header.get('base_model')}) than {base} has"
+        how = "give those, or remove base_weights from its header to use it on these"
+        raise RefusedError(f"--lora_init_path {path} was trained on {others}; {how}.")
 
 
 def _find_file(args, stage):
@@ -107,6 +100,11 @@ def _find_file(args, stage):
         files = [path / (stage.name or "") / LORA_FILE, path / LORA_FILE]
         path = next((file for file in files if file.is_file()), files[0])
     return path
+
+
+def _read_header(path):
+    with safe_open(path, "pt") as file:
+        return file.metadata() or {}
 
 
 def _strength(fields, layer, *, rank):
@@ -121,14 +119,11 @@ def start_from(transformer, initial):
     """Give the adapters of `transformer` the weights of `read_initial_lora`, at the strength that they have there.
 
     Returns:
-        `str`: One line for a person: what the run starts from, and what is not restored.
+        `str`: One line for a person: what the run starts from.
     """
     layers = lora_layers(transformer)
     for name, (a, b) in initial.items():
         layer = layers[name]
         layer.lora_A[ADAPTER_NAME].weight.copy_(a)
         layer.lora_B[ADAPTER_NAME].weight.copy_(b / layer.scaling[ADAPTER_NAME])
-    return (
-        f"{len(initial)} of {len(layers)} adapters start from the weights of --lora_init_path; not restored are the "
-        "optimizer's state, the schedule, the step and the order of the data"
-    )
+    return f"{len(initial)} of {len(layers)} adapters start from --lora_init_path; nothing else is restored"

@@ -6,7 +6,7 @@ import pathlib
 import yaml
 
 from runtime.files import write_text
-from training.flags import FREE, ROWS
+from training.flags import FIXED, ROWS, SHOWN
 from training.metrics import read_metrics
 
 
@@ -51,7 +51,7 @@ def write_model_card(args, family, stage, *, num_items):
     if previews:
         metadata["widget"] = [{"text": _one_line(prompt), "output": {"url": path}} for path, prompt in previews]
     lines = read_metrics(output_dir / "metrics.jsonl")
-    names = [name for name, flag in ROWS.items() if flag.change is not FREE]
+    names = [name for name, flag in ROWS.items() if flag.change in (FIXED, SHOWN)]
     given = {"base_model": base_model} | {name: getattr(args, name, None) for name in names}
     text = MODEL_CARD.format(
         metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),

@@ -157,7 +157,7 @@ class Run:
         }
         how = {"num_tokens": family.num_tokens, "model": family.identity, "num_stages": len(family.stages)}
         batches = plan_batches(args, items, accelerator.num_processes, resumed=self.resumed, **how)
-        arguments.check_length(args, batches.last_step, num_stages=len(family.stages), num_samples=batches.num_samples)
+        arguments.check_length(args, batches.last_step)
         self.batches = batches
         for stage in family.stages:
             if self.is_finished(stage) and not self._lora_file(stage).is_file():

@@ -13,7 +13,7 @@ import uuid
 
 from runtime.errors import RefusedError
 from runtime.processes import agreed, gather_from_all
-from training.flags import PATH, ROWS
+from training.flags import PATH, PATHS, ROWS
 
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _PATIENCE_SECONDS = 5
 # What every process reads for itself. Dataset and checkpoint are compared when they are read.
 _INPUTS = ("pretrained_model_name_or_path", "transformer_path", "lora_init_path", "validation_image")
 # Machines may have the same thing at different places.
-_PLACES = {"datasets", *(name for name, flag in ROWS.items() if flag.kind is PATH)}
+_PLACES = {"datasets", *(name for name, flag in ROWS.items() if flag.kind in (PATH, PATHS))}
 
 
 @contextlib.contextmanager

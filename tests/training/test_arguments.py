@@ -130,7 +130,7 @@ def test_numbers_out_of_range(name, value):
 @pytest.mark.parametrize(
     "flags, names",
     [
-        (["--training_mode", "full", "--lora_rank", "4"], ["--lora_rank", "--training_mode full"]),
+        (["--training_mode", "full", "--lora_rank", "4"], ["--lora_rank has no effect without --training_mode lora"]),
         (["--training_mode", "full", "--lora_dtype", "fp32"], ["--lora_dtype"]),
         (["--max_train_steps", "4", "--num_train_epochs", "1"], ["--max_train_steps", "--num_train_epochs"]),
         (["--max_pixels", "4096", "--height", "64", "--width", "64"], ["--max_pixels", "--height"]),
@@ -144,16 +144,22 @@ def test_numbers_out_of_range(name, value):
         (["--lr_scheduler", "constant_with_warmup"], ["constant_with_warmup needs --lr_warmup_steps"]),
         (
             ["--lr_scheduler", "cosine_with_restarts"],
-            ["Required and not given: --lr_num_cycles (by --lr_scheduler cosine_with_restarts)"],
+            ["Required and not given: --lr_num_cycles."],
         ),
         (
             ["--lr_scheduler", "cosine_with_restarts", "--lr_num_cycles", "1"],
             ["--lr_num_cycles is '1'", "at least 2"],
         ),
-        (["--lr_scheduler", "cosine", "--lr_num_cycles", "2"], ["--lr_num_cycles has no effect with", "cosine"]),
-        (["--lr_scheduler", "polynomial"], ["--lr_power (by --lr_scheduler polynomial)"]),
+        (
+            ["--lr_scheduler", "cosine", "--lr_num_cycles", "2"],
+            ["--lr_num_cycles has no effect without --lr_scheduler cosine_with_restarts"],
+        ),
+        (["--lr_scheduler", "polynomial"], ["Required and not given: --lr_power."]),
         (["--lr_scheduler", "polynomial", "--lr_power", "1.0"], ["--lr_power is '1.0'", "above 0 other than 1"]),
-        (["--lr_scheduler", "linear", "--lr_power", "2"], ["--lr_power has no effect with --lr_scheduler linear"]),
+        (
+            ["--lr_scheduler", "linear", "--lr_power", "2"],
+            ["--lr_power has no effect without --lr_scheduler polynomial"],
+        ),
         (["--lr_power", "0", "--lr_scheduler", "polynomial"], ["--lr_power is '0'"]),
         (["--checkpoints_total_limit", "2"], ["--checkpoints_total_limit", "--checkpointing_steps"]),
         (["--min_sigma", "0.5", "--max_sigma", "0.5"], ["--min_sigma 0.5", "--max_sigma 0.5"]),
@@ -162,8 +168,8 @@ def test_numbers_out_of_range(name, value):
         (["--optimizer_args", "momentum"], ["--optimizer_args", "key=value"]),
         (["--lora_target_modules", "to_q,,to_k"], ["--lora_target_modules"]),
         (["--lora_dropout", "1"], ["--lora_dropout"]),
-        (["--use_gradient_checkpointing", "False"], ["--use_gradient_checkpointing is a switch", "False"]),
-        (["--use_gradient_checkpointing=true"], ["--use_gradient_checkpointing is a switch"]),
+        (["--use_gradient_checkpointing", "False"], ["A switch takes none", "False"]),
+        (["--use_gradient_checkpointing=true"], ["argument --use_gradient_checkpointing: ignored", "true"]),
         (["--lora_rank"], ["--lora_rank"]),
         (["stray"], ["stray"]),
     ],
@@ -181,7 +187,7 @@ RESTARTS = ["--lr_scheduler", "cosine_with_restarts", "--lr_num_cycles"]
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ([*WARMUP, "100"], "--lr_warmup_steps 100 in a run of 4 optimizer steps: the rate would rise to 3.00% of"),
+        ([*WARMUP, "100"], "--lr_warmup_steps 100 in a run of 4 optimizer steps; allowed are 0 to 3"),
         ([*WARMUP, "4"], "allowed are 0 to 3"),
         ([*RESTARTS, "4"], "--lr_num_cycles 4 in the 4 steps after the warm-up"),
         ([*RESTARTS, "2", "--lr_warmup_steps", "2"], "--lr_num_cycles 2 in the 2 steps after the warm-up"),
@@ -194,37 +200,6 @@ def test_numbers_that_the_length_of_the_run_makes_void(flags, said):
         check_length(parse(*flags), 4)
     assert said in str(error.value)
     check_length(parse(*flags), 101)
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (
-            ["--lr_scheduler", "cosine", "--lr_warmup_steps", "3"],
-            "cosine in a run of 4 optimizer steps: no step is left",
-        ),
-        ([*RESTARTS, "3"], "--lr_num_cycles 3: a cycle has 1.33 steps"),
-        (["--ema"], "--ema_decay 0.999 in a run of 4 optimizer steps: the decay only rises to 0.3077"),
-        (["--ema", "--ema_decay", "0"], "--ema_decay 0: the average is always the weights of the last step"),
-        (["--max_skipped_steps", "4"], "--max_skipped_steps 4 in a run of 4 optimizer steps: all of them may be"),
-        (["--caption_dropout", "0.1"], "--caption_dropout 0.1 of 8 samples: 0.8 on average"),
-        (
-            ["--checkpointing_steps", "9"],
-            "--checkpointing_steps 9 in a run of 8 optimizer steps: nothing is due before",
-        ),
-        (["--validation_split", "0.1", "--validation_steps", "9"], "--validation_steps 9 in a run of 8 optimizer"),
-        (["--logging_steps", "9"], "--logging_steps 9 in a run of 8 optimizer steps: nothing is due"),
-        (["--ema", "--ema_decay", "0.3", "--checkpointing_steps", "8", "--caption_dropout", "0.2"], None),
-        (["--validation_split", "0.1", "--validation_steps", "8", "--max_skipped_steps", "3", *WARMUP, "3"], None),
-        ([*RESTARTS, "2"], None),
-        ([], None),  # a default of 10 logging steps is nothing that anyone asked for
-    ],
-)
-def test_numbers_that_mean_little_in_so_short_a_run_are_said(flags, said, caplog):
-    """Here 8 samples in two stages of 4 steps each."""
-    check_length(parse(*flags), 4, num_stages=2, num_samples=8)
-    assert len(caplog.messages) == (said is not None), caplog.messages
-    assert said is None or said in caplog.text
 
 
 def test_optimizer_args():
@@ -323,7 +298,7 @@ def test_memory_size_without_parking():
     [
         (
             "seed: 1\nlora_rank: 4\n\nseed: 2",
-            "the key 'seed' is given twice, first in line 1 in \"FILE\", line 4, column 1.",
+            "the key 'seed' is given twice in \"FILE\", line 4, column 1.",
         ),
         (
             "seed: 1\n# more\nlora_rank:\t4\n\tx: 3",
@@ -346,22 +321,22 @@ def test_memory_size_without_parking():
             "seed: 1\n---\nseed: 2",
             'expected a single document in the stream in "FILE", line 1',
         ),
-        ("seed: 1\n\nlora_rnak: 4", "FILE, line 3: unknown key 'lora_rnak'"),
-        ("seed: 1\nlora_rank: x", "FILE, line 2: --lora_rank is 'x'"),
-        ("seed: 1\nema: maybe", "FILE, line 2: --ema is 'maybe'"),
+        ("seed: 1\n\nlora_rnak: 4", "FILE: unknown key 'lora_rnak'"),
+        ("seed: 1\nlora_rank: x", "FILE: --lora_rank is 'x'"),
+        ("seed: 1\nema: maybe", "FILE: --ema is 'maybe'"),
         (
             "datasets:\n- dataset_path: a\n- dataset_path: b\n  dataset_pat: c",
-            "FILE, line 4: dataset 2: unknown",
+            "FILE: dataset 2: unknown",
         ),
-        ("datasets:\n- dataset_path: a\n- {dataset_repeat: 2}", "FILE, line 1: dataset 2 has no dataset_path"),
+        ("datasets:\n- dataset_path: a\n- {dataset_repeat: 2}", "FILE: dataset 2 has no dataset_path"),
         (
             "bucket_config:\n  64px: {1: [1, 1]}\n  65: {1: [1, 1]}",
-            "FILE, line 3: bucket_config: 65 has {'1': ['1', '1']}; allowed are sizes",
+            "FILE: bucket_config: 65 has {'1': ['1', '1']}; allowed are sizes",
         ),
-        ("bucket_config:\n  64px:\n    1: [1, 1]\n    2: [1, 1]", "FILE, line 2: bucket_config: 64px has"),
+        ("bucket_config:\n  64px:\n    1: [1, 1]\n    2: [1, 1]", "FILE: bucket_config: 64px has"),
     ],
 )
-def test_the_line_of_what_is_wrong_in_a_config_file(config, text, said):
+def test_the_place_of_what_is_wrong_in_a_config_file(config, text, said):
     flags = config(text)
     message = refused(*flags).replace(flags[1], "FILE")
     assert said in message and "\n" not in message, message
@@ -688,11 +663,11 @@ def test_what_comes_later_wins_over_what_cannot_stand_beside_it(first, flags, ex
 def test_a_run_json_is_read_as_json(tmp_path):
     """YAML would refuse a delete character, and make a blank of a next line."""
     written = vars(parse("--validation_prompt", "a\x7fb\x85c\u2028d", "--optimizer_args", "betas=(0.8,0.9)"))
-    written["optimizer_args"] |= {"name": "1", "amsgrad": False}
+    written["optimizer_args"] |= {"name": "fast", "amsgrad": False}
     (tmp_path / "run.json").write_text(json.dumps({"arguments": written, "versions": {}}, ensure_ascii=False))
     args = parse("--config", str(tmp_path / "run.json"))
     assert args.validation_prompt == ["a\x7fb\x85c\u2028d"]
-    assert args.optimizer_args == {"betas": (0.8, 0.9), "name": "1", "amsgrad": False}
+    assert args.optimizer_args == {"betas": (0.8, 0.9), "name": "fast", "amsgrad": False}
 
 
 def test_zero_is_a_decay_too():
