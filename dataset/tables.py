@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import reprlib
-from collections import Counter
 from pathlib import Path
 
 from runtime.errors import RefusedError
@@ -23,8 +22,7 @@ TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 
 # Hugging Face (file_name + text), DiffSynth-Studio (image or video + prompt), Open-Sora (path + text).
 FILE_COLUMNS = {"media": ("file_name", "image", "video", "path"), "caption": ("text", "prompt")}
-HUB_COLUMNS = {"media": ("image",), "caption": ("text", "caption", "prompt")}
-HUB_COLUMNS_WITH_VIDEOS = {**HUB_COLUMNS, "media": ("image", "video")}
+HUB_COLUMNS = {"media": ("image", "video"), "caption": ("text", "caption", "prompt")}
 # Of what an item has in addition to its target; each holds a path or a list of paths.
 ROLE_COLUMNS = {
     "references": ("edit_image", "reference_images"),
@@ -60,9 +58,7 @@ def read_text(path, name):
         data = Path(path).read_bytes()
     except OSError as error:
         raise RefusedError(f"{name} cannot be read: {error.strerror}.") from error
-    marks = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
-    encoding = marks.get(data[:2], "utf-8")
-    # The mark is decoded too and dropped afterwards, so that offsets count from the start of the file.
+    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8"
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
@@ -125,42 +121,29 @@ def _read_delimited(text, name, delimiter):
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     # newline="" keeps the line ends inside a caption; strict refuses stray quotes, which would change one.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    rows, line = [], 1
+    header, records, origin = None, [], f"{name} line 1"
     try:
         for fields in reader:
-            # Not an empty line, nor the bare delimiters that spreadsheets leave below the table.
-            if any(fields):
-                rows.append((f"{name} line {line}", fields))
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise RefusedError(f"{name} line {line} cannot be read: {error}.") from error
-    if not rows:
-        raise RefusedError(f"{name} is empty.")
-    (_, header), *rows = rows
-    problems = [f"{origin}: {len(fields)} fields" for origin, fields in rows if len(fields) != len(header)]
-    if problems:
+            # Neither an empty line nor the bare delimiters that spreadsheets leave below the table is a row.
+            if any(fields) and header is None:
+                header = fields
+            elif any(fields):
+                records.append((origin, dict(zip(header, fields, strict=True))))
+            origin = f"{name} line {reader.line_num + 1}"
+    except ValueError:
         raise RefusedError(
-            f"{name} has {len(problems)} rows that do not have the header's {len(header)} fields (a caption that "
-            f"holds {delimiter!r} needs quotes):\n{first_five(problems)}"
-        )
-    if len(set(header)) < len(header):
-        raise RefusedError(f"{name} has several columns of one name: {_repeated(header)!r}.")
-    return header, [(origin, dict(zip(header, fields, strict=True))) for origin, fields in rows]
-
-
-def _repeated(names):
-    return Counter(names).most_common(1)[0][0]
+            f"{origin} has {len(fields)} fields and the header {len(header)}: quote captions with {delimiter!r}."
+        ) from None
+    except csv.Error as error:
+        raise RefusedError(f"{origin} cannot be read: {error}.") from error
+    if not header or len(set(header)) < len(header):
+        raise RefusedError(f"{name} has {'several columns of one name' if header else 'no columns'}: {header}.")
+    return header, records
 
 
 def _parse_json(text, name):
-    def unique_keys(pairs):
-        record = dict(pairs)
-        if len(record) < len(pairs):
-            raise ValueError(f"the key {_repeated(key for key, _ in pairs)!r} occurs twice")
-        return record
-
     try:
-        return json.loads(text, object_pairs_hook=unique_keys)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"{name} is not JSON: {error}.") from error
 
@@ -175,51 +158,37 @@ def as_list(value):
     return value if isinstance(value, list) else [] if value in (None, "") else [value]
 
 
-def pick_columns(columns, name, known, given, allow_missing_captions, roles):
-    """Returns the columns of a dataset that are read: {"media", "caption" or role: column}, without those it lacks.
+def pick_columns(columns, name, known, given, needs):
+    """Returns the columns of a dataset that are read: {"target", "caption" or role: column}, without those it lacks.
 
     Args:
         columns: The names that the dataset has.
         name: The file or dataset, for messages.
-        known: The names that need no flag, for "media" and "caption".
-        given: The value of the flag or None, for "media" and "caption".
-        allow_missing_captions: Whether there may be no caption column.
-        roles: {role of `ROLE_COLUMNS`: whether every item needs one}.
+        known: `FILE_COLUMNS` or `HUB_COLUMNS`.
+        given: The values of the flags, for "media" and "caption" where there is one.
+        needs: {"target", "caption" or role of `ROLE_COLUMNS`: whether there must be one}.
 
     Raises:
         RefusedError: One that is needed is missing, misspelt, or one of several.
     """
     picked = {}
-    for what, is_needed in {"media": True, "caption": not allow_missing_captions, **dict(roles)}.items():
+    for role, is_needed in needs.items():
+        what = "media" if role == "target" else role
+        names = [given[what]] if what in given else {**known, **ROLE_COLUMNS}[what]
         others = [column for column in columns if column not in picked.values()]
-        names = {**known, **ROLE_COLUMNS}[what]
-        try:
-            column = _pick_column(what, others, names, given.get(what), is_needed, what in known)
-        except ValueError as error:
-            found = ", ".join(map(repr, columns)) or "none"
-            raise RefusedError(f"{name} has {error} Columns found: {found}.") from error
-        if column is not None:
-            picked[what] = column
+        present = [column for column in others if column in names]
+        near = [column for column in others if nearest(column, names)]
+        if len(present) == 1:
+            picked[role] = present[0]
+        # An optional role may well be spelt like another one.
+        elif present or is_needed or what in known and near:
+            how = f"name it by --{what}_column" if what in known else "this model takes one"
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near and not present else ""
+            raise RefusedError(
+                f"{name} has {'several' if present else 'no'} {what} columns ({', '.join(present or names)}): {how}."
+                f"{hint} Columns found: {', '.join(map(repr, columns)) or 'none'}."
+            )
     unused = [column for column in columns if column not in picked.values()]
     if unused:
         logger.info("%s: columns not used: %s", name, ", ".join(map(repr, unused)))
     return picked
-
-
-def _pick_column(what, columns, known, given, is_needed, has_flag):
-    """Returns the column of what is meant, or None; raises ValueError with what is wrong."""
-    by_flag = f"name it by --{what}_column" if has_flag else "this model takes one"
-    present = [column for column in columns if column in (known if given is None else [given])]
-    if len(present) > 1:
-        raise ValueError(f"several {what} columns ({', '.join(present)}): {by_flag}.")
-    if present:
-        return present[0]
-    if given is not None:
-        near = nearest(given, columns)
-        raise ValueError(f"no {what} column {given!r}{f', did you mean {near!r}?' if near else '.'}")
-    misspelt = [f"{column!r} for {nearest(column, known)!r}" for column in columns if nearest(column, known)]
-    # An optional role may well be spelt like another one.
-    if is_needed or has_flag and misspelt:
-        hint = f" Is it {' or '.join(misspelt)}?" if misspelt else ""
-        raise ValueError(f"no {what} column ({', '.join(known)}): {by_flag}.{hint}")
-    return None

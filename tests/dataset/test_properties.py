@@ -193,7 +193,7 @@ def expect_texts(dataset):
             problems.append("save it as UTF-8")
         if stems[key(row.name.rpartition(".")[0])] > 1:
             # The texts of both may be one file, of which the last caption is left.
-            problems += ["is the caption of more than one file", "save it as UTF-8"]
+            problems += ["several files or texts have one name", "save it as UTF-8"]
         expected.append((row, problems))
     return expected
 

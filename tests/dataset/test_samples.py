@@ -76,14 +76,14 @@ def test_a_table_of_texts_has_lists_in_json(folder):
 def test_a_file_of_a_role_that_is_missing_is_named(folder):
     write_table(folder, (0, "none.png", {}), (1, [], {}), (2, ["one2.png", 3], {"mask": ""}))
     problems = [row.problem for row in read_rows(folder, roles=ROLES)]
-    assert problems == ["'none.png' names no file", "no references", "edit_image is 3, not a path"]
+    assert problems == ["'none.png' names no file in the dataset", "no references", "edit_image is 3, not a path"]
 
 
 def test_a_dataset_without_the_column_is_refused(folder):
     (folder / "metadata.csv").write_text("file_name,text\ntarget0.png,a\n")
     with pytest.raises(
         RefusedError,
-        match="has no references column .edit_image, reference_images.: this model",
+        match="has no references columns .edit_image, reference_images.: this model",
     ):
         read_rows(folder, roles=ROLES)
     (folder / "metadata.csv").write_text("file_name,text,edit_image,reference_images\ntarget0.png,a,b,c\n")
