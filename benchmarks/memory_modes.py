@@ -191,7 +191,7 @@ def measure_memory(case, run):
         synchronize(case.device)
         peak = torch.accelerator.max_memory_allocated() - before
     counters = offload.counters()
-    for key in ("bytes_to_host", "bytes_to_device"):
+    for key in ("parked_bytes", "bytes_to_device"):
         counters[key] += CountedSaveOnCpu.num_bytes
     return held, peak, counters
 
@@ -240,7 +240,7 @@ def compare_modes(case, rounds):
     print(f"half budget: {'; '.join(line.strip() for line in plans['half budget'].describe()[1:])}")
     print(
         f"{'mode':12} {'ms':>8} {'of recompute':>12} {'held MiB':>9} {'peak MiB':>9} {'forecast':>9} {'error':>7} "
-        f"{'to host':>8} {'back':>8} {'waits':>6} {'unsatisfied':>11}"
+        f"{'to host':>8} {'back':>8}"
     )
     for name, plan in plans.items():
         held, peak, counters = memory[name]
@@ -248,11 +248,10 @@ def compare_modes(case, rounds):
         if plan is not None:
             num_bytes = profile.peak(plan).num_bytes
             predicted = f"{num_bytes / MIB:9.1f} {num_bytes / peak - 1:+7.1%}"
-        moved = [counters[key] / MIB for key in ("bytes_to_host", "bytes_to_device")]
+        moved = [counters[key] / MIB for key in ("parked_bytes", "bytes_to_device")]
         print(
             f"{name:12} {1000 * middle[name]:8.1f} {middle[name] / middle['recompute']:12.3f} {held / MIB:9.1f} "
-            f"{peak / MIB:9.1f} {predicted} {moved[0]:8.1f} {moved[1]:8.1f} {counters['waits']:6} "
-            f"{counters['unsatisfied_waits']:11}",
+            f"{peak / MIB:9.1f} {predicted} {moved[0]:8.1f} {moved[1]:8.1f}",
             flush=True,
         )
     return {name: value / middle["recompute"] for name, value in middle.items()}

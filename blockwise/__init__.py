@@ -10,7 +10,7 @@ _NAMES = {
     "checkpointing": ("configure_deepspeed_checkpointing", "gradient_checkpoint_forward"),
     "estimate": ("StepProfile", "fake_tensors", "optimizer_bytes", "shrink"),
     "log": ("MemoryLog", "OutOfMemory"),
-    "offload": ("counters", "release_pool", "reset_counters", "set_limit"),
+    "offload": ("counters", "reset_counters", "set_limit"),
     "plan": ("BudgetError", "Cost", "MemoryPlan", "Mode"),
     "stock": ("block_lists", "install_plan"),
     "tracking": ("LiveBytes",),

@@ -23,7 +23,6 @@ class Copier:
 
     def __init__(self, device):
         self.device, self.pool = device, HostPool(self.pin_memory)
-        self.num_waits = 0  # of a computation for a copy
 
     def to_host(self, target, source):
         """Start to copy `source`, on the device, to `target`, a buffer's bytes, both `torch.uint8` of shape (N,).
@@ -32,7 +31,6 @@ class Copier:
             `Copy`, to be waited for before `source` is released.
         """
         target.copy_(source)
-        return Copy(None, None)
 
     def to_device(self, target, source):
         """Start to copy `source`, a buffer's bytes, to `target`, on the device, both `torch.uint8` of shape (N,).
@@ -41,7 +39,6 @@ class Copier:
             `Copy`, to be waited for before `target` is used or released.
         """
         target.copy_(source)
-        return Copy(None, None)
 
     def wait(self, copy, stream=None):
         """Let a computation continue only when `copy` is done.
@@ -50,19 +47,9 @@ class Copier:
             copy (`Copy`)
             stream (`torch.Stream`, *optional*): That of the computation, by default the one that `copy` started on.
         """
-        self.num_waits += 1
 
     def compute_stream(self):
         """Return the stream on which the device computes now, None if it has none."""
-        return None
-
-    def num_unsatisfied_waits(self):
-        """Return how many waits found their copy unfinished, as far as the device has come."""
-        return 0
-
-    def reset_waits(self):
-        """Count waits from zero."""
-        self.num_waits = 0
 
 
 class StreamCopier(Copier):
@@ -77,7 +64,6 @@ class StreamCopier(Copier):
     def __init__(self, device):
         super().__init__(device)
         self.host_stream, self.device_stream = self.new_stream(), self.new_stream()
-        self._num_unsatisfied, self._open_waits = 0, collections.deque()
 
     def to_host(self, target, source):
         return self._copy(self.host_stream, self.device_stream, target, source)
@@ -97,26 +83,7 @@ class StreamCopier(Copier):
         return Copy(stream.record_event(self.new_event()), compute)
 
     def wait(self, copy, stream=None):
-        super().wait(copy)
-        stream = copy.stream if stream is None else stream
-        reached = stream.record_event(self.new_event())
-        stream.wait_event(copy.done)
-        self._open_waits.append((reached, copy.done))
-        self.num_unsatisfied_waits()  # of long ago: where nobody ever asks they should not pile up
-
-    def num_unsatisfied_waits(self):
-        while self._open_waits:
-            # Out of the queue first, since a finalizer may come between and do the same.
-            reached, done = self._open_waits.popleft()
-            if not (reached.query() and done.query()):
-                self._open_waits.appendleft((reached, done))
-                break
-            self._num_unsatisfied += reached.elapsed_time(done) > 0
-        return self._num_unsatisfied
-
-    def reset_waits(self):
-        super().reset_waits()
-        self._num_unsatisfied = 0  # those that are still open count when the device has come that far
+        (copy.stream if stream is None else stream).wait_event(copy.done)
 
     def compute_stream(self):
         return torch.accelerator.current_stream(self.device)
@@ -126,8 +93,8 @@ class StreamCopier(Copier):
         return torch.Stream(self.device)
 
     def new_event(self):
-        """Return an event of the device that knows the time."""
-        return torch.Event(self.device, enable_timing=True)
+        """Return an event of the device."""
+        return torch.Event(self.device)
 
     def enqueue(self, stream, target, source):
         """Let `stream` copy `source` to `target`."""

@@ -22,15 +22,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from blockwise import offload
-from blockwise.plan import Cost, MemoryPlan
+from blockwise.plan import ACTIVATIONS, Cost, MemoryPlan
 from blockwise.stock import install_plan
 from blockwise.tracking import LiveBytes
 
 
 # What plans are compared by: assumed figures of a large accelerator in bf16, and of its link to the host.
-FLOPS_PER_SECOND, LINK_BYTES_PER_SECOND = 450e12, 50e9
+FLOPS_PER_SECOND, LINK_BYTES_PER_SECOND = 450 * 10**12, 50 * 10**9
 NUM_MULTIPROCESSORS = 132  # of the same accelerator
 
+PARK, KEEP = map(ACTIVATIONS.index, ("park", "keep"))
 PLANS_AT_ONCE = 2048  # of many that are compared
 
 
@@ -120,36 +121,14 @@ def attention_scratch_bytes(batch_size, num_heads, num_rows, width, *, is_flash)
     """
     num_sums = 1
     if is_flash and torch.are_deterministic_algorithms_enabled():
-        num_sums = -(-_num_multiprocessors() // (batch_size * num_heads))
+        is_here = torch.cuda.is_available()
+        count = torch.cuda.get_device_properties().multi_processor_count if is_here else NUM_MULTIPROCESSORS
+        num_sums = -(-count // (batch_size * num_heads))
     num_rows, width = -(-num_rows // 128) * 128, -(-width // 32) * 32
     return 4 * batch_size * num_heads * num_rows * (num_sums * width + 1)
 
 
-def _num_multiprocessors():
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_properties().multi_processor_count
-    return NUM_MULTIPROCESSORS
-
-
 # ---------------------------------------------------------------- one step, in pieces
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A stretch of a step, in bytes.
-
-    Args:
-        rise_bytes (`int`): The highest that is alive in it, above what was at its start.
-        change_bytes (`int`): What is alive at its end, less what was at its start.
-        rise_gradient_bytes, change_gradient_bytes (`int`): The part of the two which is gradients of parameters.
-        rise_of_others_bytes (`int`): The highest that is alive in it without these, above what was at its start.
-    """
-
-    rise_bytes: int = 0
-    change_bytes: int = 0
-    rise_gradient_bytes: int = 0
-    change_gradient_bytes: int = 0
-    rise_of_others_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +182,7 @@ def shrink(transformer, block_lists, names=()):
         block_lists (`dict[str, int]`): Name -> number of blocks, in the order in which they run.
         names (`list[str]`): Of modules that will be trained, or will not.
     """
-    kept, stand_ins, whole = {}, {}, {}
+    kept, stand_ins, dropped = {}, {}, {}
     for list_name, num_blocks in block_lists.items():
         blocks, kinds, of_kind = transformer.get_submodule(list_name), {}, []
         for index, block in enumerate(blocks):
@@ -214,14 +193,12 @@ def shrink(transformer, block_lists, names=()):
             of_kind.append(kinds.setdefault(kind, index))
         kept[list_name] = list(kinds.values())
         stand_ins[list_name] = [kept[list_name].index(index) for index in of_kind]
-        whole[blocks] = blocks._modules
-    try:
-        for blocks, indices in zip(whole, kept.values(), strict=True):
-            blocks._modules = {str(place): blocks[index] for place, index in enumerate(indices)}
-        return ShrunkModel(copy.deepcopy(transformer), kept, stand_ins)
-    finally:
-        for blocks, modules in whole.items():
-            blocks._modules = modules
+        dropped |= {id(block): nn.Identity() for index, block in enumerate(blocks) if index not in kept[list_name]}
+    small = copy.deepcopy(transformer, dropped)  # which is a memo: what it has is not copied
+    for list_name, indices in kept.items():
+        blocks = small.get_submodule(list_name)
+        small.set_submodule(list_name, nn.ModuleList(blocks[index] for index in indices))
+    return ShrunkModel(small, kept, stand_ins)
 
 
 class StepProfile:
@@ -236,12 +213,12 @@ class StepProfile:
     """
 
     def __init__(self, model, make_step, *, device_type):
-        self.block_lists = {name: len(indices) for name, indices in model.stand_ins.items()}
         self._model, self._make_step, self._device_type = model, make_step, device_type
-        self._recorded = {}
-        first, self._blocks = 0, []  # of the whole model: the name of each, and its index in the recordings
+        self._recordings = {}
+        first, self._names, self._counterparts = 0, [], []  # of each block of the whole model
         for name, stand_ins in model.stand_ins.items():
-            self._blocks += [(f"{name}.{index}", first + place) for index, place in enumerate(stand_ins)]
+            self._names += [f"{name}.{index}" for index in range(len(stand_ins))]
+            self._counterparts += [first + place for place in stand_ins]
             first += len(model.kept[name])
 
     @contextlib.contextmanager
@@ -255,12 +232,12 @@ class StepProfile:
             blocks = [block for name in lists for block in transformer.get_submodule(name)]
             yield blocks, transformer, self._make_step(transformer)
 
-    def _record(self, recompute):
-        """Return the `_Recording` with every block kept or with every block recomputed."""
-        if recompute not in self._recorded:
-            with self._fake_step("recompute" if recompute else "keep") as (blocks, transformer, step):
-                self._recorded[recompute] = _record(blocks, transformer, step)
-        return self._recorded[recompute]
+    def _recording(self, activations):
+        """Return the `_Recording` of a step with every block in one mode."""
+        if activations not in self._recordings:
+            with self._fake_step(activations) as step:
+                self._recordings[activations] = _Recording(*step)
+        return self._recordings[activations]
 
     @functools.cached_property
     def inference_bytes(self):
@@ -270,24 +247,38 @@ class StepProfile:
 
     @functools.cached_property
     def _flops(self):
+        """The floating-point operations of the forward pass of each block of the whole model."""
         with self._fake_step() as (blocks, _, step):
-            return _count_flops(blocks, step)
+            counts = dict.fromkeys(blocks, 0)
 
-    def _activations(self, plan):
-        """Return for each block of the real model what a plan does with its activations."""
-        return [mode.activations for name in self.block_lists for mode in plan.modes[name]]
+            def count(sign, block):
+                counts[block] += sign * counter.get_total_flops()
 
-    def _input_bytes(self, plans, kind="input_bytes"):
-        """Return for each block of the real model what it could park: zero if no plan parks."""
-        if not any("park" in self._activations(plan) for plan in plans):
-            return [0] * len(self._blocks)
-        recorded = getattr(self._record(True), kind)
-        return [recorded[block] for _, block in self._blocks]
+            # By itself the counter misses the attention kernel of the CPU.
+            attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            known = {attention: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)}  # their shapes
+            with FlopCounterMode(display=False, custom_mapping=known) as counter, torch.no_grad():
+                for block in blocks:
+                    block.register_forward_pre_hook(lambda block, *_: count(-1, block))
+                    block.register_forward_hook(lambda block, *_: count(1, block))
+                step()
+        return torch.tensor(list(counts.values()))[self._counterparts]
+
+    def _modes(self, plans):
+        """Return the place in `ACTIVATIONS` of the mode of each block of the whole model, of shape (plans, blocks)."""
+        modes = ([mode for name in self._model.stand_ins for mode in plan.modes[name]] for plan in plans)
+        return torch.tensor([[ACTIVATIONS.index(mode.activations) for mode in row] for row in modes])
+
+    def _input_bytes(self, modes):
+        """Return what each block could park, and of that what needs no gradient: (2, blocks). Zeros if none parks."""
+        if not (modes == PARK).any():
+            return torch.zeros(2, len(self._names), dtype=torch.int64)
+        return torch.tensor(self._recording("recompute").input_bytes()).T[:, self._counterparts]
 
     def parked_bytes(self, plan):
         """Return the bytes in host memory when the forward pass of a `MemoryPlan` has ended."""
-        pairs = zip(self._input_bytes([plan]), self._activations(plan), strict=True)
-        return sum(num_bytes for num_bytes, where in pairs if where == "park")
+        modes = self._modes([plan])
+        return int(((modes == PARK) * self._input_bytes(modes)[0]).sum())
 
     def peak(self, plan, *, gradient_factor=1):
         """Return the `Peak` of a `MemoryPlan`.
@@ -297,10 +288,9 @@ class StepProfile:
                 How many bytes stay of each byte of gradients that the backward pass makes: 0 where they are added to
                 those that are there already, or go into a buffer; 2 where it makes fp32 sums of bf16 gradients.
         """
-        (alive,), (gradients,) = self._moments([plan], gradient_factor)
-        names = [name for name, _ in self._blocks]
-        places = ["before the blocks", *(f"forward of {name}" for name in names), "after the blocks"]
-        places += [f"backward of {name}" for name in reversed(names) for _ in range(2)]
+        (alive,), (gradients,) = self._moments(self._modes([plan]), gradient_factor)
+        places = ["before the blocks", *(f"forward of {name}" for name in self._names), "after the blocks"]
+        places += [f"backward of {name}" for name in reversed(self._names) for _ in range(2)]
         highest = int(alive.argmax())
         return Peak(int(alive[highest]), int(gradients[highest]), places[highest])
 
@@ -317,200 +307,141 @@ class StepProfile:
         Returns:
             `list[Cost]`: Of a step on an accelerator, in addition to what was there before it.
         """
-        recomputed = [self._flops[block] / FLOPS_PER_SECOND for _, block in self._blocks]
-        input_bytes = self._input_bytes(plans)
-        moved = [num_bytes / LINK_BYTES_PER_SECOND for num_bytes in input_bytes]
-        seconds = {"keep": [0.0] * len(moved), "recompute": recomputed, "park": list(map(max, recomputed, moved))}
-        costs = []
-        for first in range(0, len(plans), PLANS_AT_ONCE):
-            some = plans[first : first + PLANS_AT_ONCE]
-            peaks = self._moments(some, gradient_factor)[0].amax(1).tolist()
-            for plan, peak_bytes in zip(some, peaks, strict=True):
-                activations = self._activations(plan)
-                added = sum(seconds[where][index] for index, where in enumerate(activations))
-                parked = sum(input_bytes[index] for index, where in enumerate(activations) if where == "park")
-                costs.append(Cost(added, parked, int(peak_bytes)))
-        return costs
+        modes, recomputed = self._modes(plans), self._flops
+        input_bytes, _ = self._input_bytes(modes)
+        # In whole operations, since sums of them are exact in any order: plans that take equally long are equal.
+        moved = input_bytes * (FLOPS_PER_SECOND // LINK_BYTES_PER_SECOND)
+        added = torch.stack([torch.maximum(recomputed, moved), recomputed, 0 * recomputed])  # as in `ACTIVATIONS`
+        seconds = added[modes, torch.arange(len(self._names))].sum(1) / FLOPS_PER_SECOND
+        parked_bytes = ((modes == PARK) * input_bytes).sum(1)
+        some = modes.split(PLANS_AT_ONCE)
+        peak_bytes = torch.cat([self._moments(each, gradient_factor)[0].amax(1) for each in some]).long()
+        return list(map(Cost, seconds.tolist(), parked_bytes.tolist(), peak_bytes.tolist()))
 
-    def _moments(self, plans, gradient_factor):
+    def _moments(self, modes, gradient_factor):
         """Return what is alive at the highest moment of each piece of a step, and the gradients among it.
+
+        Args:
+            modes (`torch.Tensor`): See `_modes`.
 
         Returns:
             Two `torch.Tensor` in float64 of shape (plans, 2 + 3 * blocks). The pieces: before the blocks, the forward
             pass of each, after them; then of each, the last first, its recomputation and its backward pass.
         """
-        activations = [self._activations(plan) for plan in plans]
-        recomputed = torch.tensor([[where != "keep" for where in row] for row in activations])  # (plans, blocks)
-        parked = torch.tensor([[where == "park" for where in row] for row in activations])
-        num_blocks = len(self._blocks)
+        recomputed, parked = modes != KEEP, modes == PARK  # (plans, blocks)
+        num_blocks = len(self._names)
         backwards = list(reversed(range(num_blocks)))
         block_of_piece = [0, *range(num_blocks), num_blocks - 1, *(index for index in backwards for _ in range(2))]
-        tables = [self._pieces(mode) for mode in (False, True) if (recomputed == mode).any()]
+        tables = [self._pieces("keep")] if not recomputed.all() else []
+        tables += [self._pieces("recompute")] if recomputed.any() else []
         pieces = torch.where(recomputed[:, block_of_piece, None], tables[-1], tables[0])
-        rise, change, gradient_rise, gradient_change, rise_of_others = pieces.unbind(2)  # (plans, pieces)
-        change = change - gradient_change
+        rise, gradient_rise, rise_of_others, change, gradient_change = pieces.unbind(2)  # (plans, pieces)
 
         # The newest parked input stays on the device until the next one is parked, and in the backward pass each is
         # fetched while the parked block after it is recomputed: see `blockwise.offload`.
         index = torch.arange(num_blocks)
         newest = torch.where(parked, index, -1).cummax(1).values
         before = torch.cat([torch.full_like(newest[:, :1], -1), newest[:, :-1]], 1)  # the parked one before each block
-        input_bytes = torch.tensor([*self._input_bytes(plans), 0], dtype=torch.float64)
-        moved = torch.where(parked, input_bytes[before], 0)
+        input_bytes, frozen_bytes = self._input_bytes(modes)
+        moved = torch.where(parked & (before >= 0), input_bytes[before], 0)
         # What was fetched and needs no gradient is gone as soon as the block has run again.
-        frozen = torch.tensor(self._input_bytes(plans, "frozen_input_bytes"), dtype=torch.float64)
         gone = torch.zeros_like(change)
-        gone[:, num_blocks + 3 :: 2] = torch.where(parked & (index != newest[:, -1:]), frozen, 0).flip(1)
+        gone[:, num_blocks + 3 :: 2] = torch.where(parked & (index != newest[:, -1:]), frozen_bytes, 0).flip(1)
         arrived = torch.zeros_like(change)
         arrived[:, 1 : num_blocks + 1] = -moved
         arrived[:, num_blocks + 2 :: 2] = moved.flip(1)
 
         start = (change + arrived).cumsum(1) - change
-        gradients = gradient_change.cumsum(1) - gradient_change
+        gradients = gradient_factor * (gradient_change.cumsum(1) - gradient_change)
         # With gradients, and without, the highest may be at two moments of a piece.
-        with_gradients = rise - gradient_rise + gradient_factor * (gradients + gradient_rise)
-        is_with = with_gradients >= rise_of_others + gradient_factor * gradients
-        held = (gradient_factor * torch.where(is_with, gradients + gradient_rise, gradients)).round()
-        return start + torch.where(is_with, rise - gradient_rise, rise_of_others) + held - gone, held
+        with_gradients = gradients + gradient_factor * gradient_rise
+        is_with = rise + with_gradients >= rise_of_others + gradients
+        held = torch.where(is_with, with_gradients, gradients).round()
+        return start + torch.where(is_with, rise, rise_of_others) + held - gone, held
 
-    def _pieces(self, recompute):
-        """Return the pieces of a step of the real model as `_moments` has them, of shape (pieces, fields of one)."""
-        recording = self._record(recompute)
-        counterparts = [block for _, block in self._blocks]
-        pieces = [recording.before, *(recording.forward[block] for block in counterparts), recording.after]
-        for block in reversed(counterparts):
-            pieces += [recording.recomputation[block], recording.backward[block]]
-        return torch.tensor([dataclasses.astuple(piece) for piece in pieces], dtype=torch.float64)
+    def _pieces(self, activations):
+        """Return the pieces of a step of the real model as `_moments` has them, of shape (pieces, numbers of one)."""
+        pieces, blocks = self._recording(activations).pieces, self._counterparts
+        names = ["before", *(("forward", block) for block in blocks), "after"]
+        names += [(phase, block) for block in reversed(blocks) for phase in ("recomputation", "backward")]
+        return torch.tensor([pieces[name] for name in names], dtype=torch.float64)
 
 
-@dataclasses.dataclass
-class _Recording:
-    before: Piece
-    forward: list[Piece]
-    after: Piece
-    recomputation: list[Piece]  # where nothing is recomputed, the backward pass itself
-    backward: list[Piece]
-    input_bytes: list[int]  # what each block could park
-    frozen_input_bytes: list[int]  # of that, what needs no gradient
+class _Recording(LiveBytes):
+    """One forward and backward pass in pieces, in which gradients of parameters are counted apart from all others.
 
+    Attributes:
+        pieces (`dict`):
+            "before" and "after" the blocks, and with the index of a block ("forward", index), ("backward", index) and
+            ("recomputation", index), which is the backward pass itself where nothing is recomputed -> five numbers of
+            bytes, above what was there at its start: the others and the gradients at its highest moment, the most of
+            the others, and the others and the gradients at its end. Zeros where there is no such piece.
+    """
 
-def _record(blocks, transformer, step):
-    """Run `step` once and return its `_Recording`."""
-    parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
-    marks, inputs = {}, [None] * len(blocks)
-    in_forward, peak_of_others = True, 0
-
-    def note(live):
-        nonlocal peak_of_others
-        peak_of_others = max(peak_of_others, live.live_bytes - live.by_category["gradients"])
-
-    with LiveBytes(on_change=note) as live, contextlib.ExitStack() as hooks:
-        for parameter in parameters:
-            hook = parameter.register_post_accumulate_grad_hook(lambda p: live.count([p.grad], "gradients"))
-            hooks.callback(hook.remove)
-        start_bytes = live.live_bytes
-
-        def mark(name):
-            nonlocal peak_of_others
-            if name not in marks:
-                live_bytes, peak_bytes, at_peak = live.mark()
-                gradients = live.by_category["gradients"]
-                marks[name] = live_bytes, peak_bytes, gradients, at_peak.get("gradients", 0), peak_of_others
-                peak_of_others = live_bytes - gradients
-
-        def before_block(index):
-            def hook(block, args, kwargs):
-                if in_forward:
-                    mark(("forward", index))
-                    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-                    inputs[index] = [
-                        (t.untyped_storage()._cdata, t.nbytes if offload.is_worth_parking(t) else 0, t.requires_grad)
-                        for t in tensors
-                    ]
-
-            return hook
-
-        def after_block(index):
-            def hook(block, args, output):
-                if not in_forward:
-                    mark(("backward", index))  # it has run again, as far as was needed
-                    return
-                for tensor in tree_leaves(output):
-                    if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                        # The first of its outputs whose gradient is there starts a block's backward pass.
-                        tensor.register_hook(lambda grad: mark(("recomputation", index)))
-                if len([name for name in marks if name[0] == "forward"]) == len(blocks):
-                    mark("after")
-
-            return hook
-
+    def __init__(self, blocks, transformer, step):
+        super().__init__()
+        self.pieces, self._begun = collections.defaultdict(lambda: (0,) * 5), ["before"]
+        self._start = self._highest = (0, 0)  # the others, and the gradients
+        self._most_of_others = 0
+        self._inputs = [{} for _ in blocks]  # address -> bytes that could be parked, whether they need a gradient
+        for parameter in transformer.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: self.count([p.grad], "gradients"))
         for index, block in enumerate(blocks):
-            hooks.callback(block.register_forward_pre_hook(before_block(index), with_kwargs=True).remove)
+            block.register_forward_pre_hook(functools.partial(self._before_block, index), with_kwargs=True)
             # Also where the recomputation is broken off, which is done by an exception.
-            hooks.callback(block.register_forward_hook(after_block(index), always_call=True).remove)
-        live.mark()
-        loss = step()
-        in_forward = False
-        loss.backward()
-        mark("end")
-        for parameter in parameters:
-            parameter.grad = None
+            block.register_forward_hook(functools.partial(self._after_block, index), always_call=True)
+        with self:
+            loss = step()
+            loss.backward()
+            self._begin("end")
 
-    pieces = _pieces(marks, start_bytes)
-    return _Recording(
-        before=pieces["before"],
-        forward=[pieces["forward", index] for index in range(len(blocks))],
-        after=pieces["after"],
-        recomputation=[pieces["recomputation", index] for index in range(len(blocks))],
-        backward=[pieces["backward", index] for index in range(len(blocks))],
-        input_bytes=_parkable_bytes(inputs, (True, False)),
-        frozen_input_bytes=_parkable_bytes(inputs, (False,)),
-    )
+    def _now(self):
+        gradients = self.by_category["gradients"]
+        return self.live_bytes - gradients, gradients
 
+    def changed(self):
+        now = self._now()
+        if sum(now) > sum(self._highest):
+            self._highest = now
+        self._most_of_others = max(self._most_of_others, now[0])
 
-def _pieces(marks, start):
-    """Return the `Piece` that begins at each mark, or "before" the first, from what the marks hold in their order."""
-    pieces, start_gradients = collections.defaultdict(Piece), 0
-    # Each mark holds the peak of the piece that it ends, which began at the mark before it.
-    for piece, end in zip(["before", *marks], marks.values(), strict=False):
-        live_bytes, peak_bytes, gradients, gradients_at_peak, peak_of_others = end
-        pieces[piece] = Piece(
-            rise_bytes=peak_bytes - start,
-            change_bytes=live_bytes - start,
-            rise_gradient_bytes=gradients_at_peak - start_gradients,
-            change_gradient_bytes=gradients - start_gradients,
-            rise_of_others_bytes=peak_of_others - (start - start_gradients),
-        )
-        start, start_gradients = live_bytes, gradients
-    return pieces
+    def _begin(self, piece):
+        """End a piece, and begin another one unless it has been there."""
+        if piece in self._begun:
+            return
+        now, (others, gradients), highest = self._now(), self._start, self._highest
+        rise = highest[0] - others, highest[1] - gradients, self._most_of_others - others
+        self.pieces[self._begun[-1]] = (*rise, now[0] - others, now[1] - gradients)
+        self._begun.append(piece)
+        self._start, self._highest, self._most_of_others = now, now, now[0]
 
+    def _before_block(self, index, block, args, kwargs):
+        if "after" not in self._begun:
+            self._begin(("forward", index))
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    num_bytes = leaf.nbytes if offload.is_worth_parking(leaf) else 0
+                    self._inputs[index][leaf.untyped_storage()._cdata] = num_bytes, leaf.requires_grad
 
-def _parkable_bytes(inputs, requires_grad):
-    """Return for each block the bytes of those of its inputs that no other block is given."""
-    result = []
-    for index, tensors in enumerate(inputs):
-        others = {address for i, entries in enumerate(inputs) if i != index for address, *_ in entries or ()}
-        own = {address: num_bytes for address, num_bytes, requires in tensors or () if requires in requires_grad}
-        result.append(sum(num_bytes for address, num_bytes in own.items() if address not in others))
-    return result
+    def _after_block(self, index, block, args, output):
+        if "after" in self._begun:
+            self._begin(("backward", index))  # it has run again, as far as was needed
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                # The first of its outputs whose gradient is there starts a block's backward pass.
+                leaf.register_hook(lambda grad: self._begin(("recomputation", index)))
+        if len(self._begun) == 1 + len(self._inputs):
+            self._begin("after")
 
-
-def _count_flops(blocks, step):
-    """Return for each block the floating-point operations of its forward pass."""
-    counts = dict.fromkeys(blocks, 0)
-
-    def count(sign, block):
-        counts[block] += sign * counter.get_total_flops()
-
-    # By itself the counter misses the attention kernel of the CPU.
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    known = {attention: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)}  # their shapes
-    with FlopCounterMode(display=False, custom_mapping=known) as counter, torch.no_grad():
-        for block in blocks:
-            block.register_forward_pre_hook(lambda block, *_: count(-1, block))
-            block.register_forward_hook(lambda block, *_: count(1, block))
-        step()
-    return list(counts.values())
+    def input_bytes(self):
+        """Return for each block the bytes that no other block is given, and of these those that need no gradient."""
+        owners, result = collections.Counter(address for inputs in self._inputs for address in inputs), []
+        for inputs in self._inputs:
+            own = [entry for address, entry in inputs.items() if owners[address] == 1]
+            result.append((sum(size for size, _ in own), sum(size for size, needs in own if not needs)))
+        return result
 
 
 # ---------------------------------------------------------------- the optimizer
@@ -529,29 +460,28 @@ def optimizer_bytes(optimizer_class, arguments, shapes):
     Returns:
         `tuple[int, int]`: Bytes of its state, and the most bytes that a step takes above that.
     """
-    measured = {}
 
+    @functools.cache
     def measure(shape):
         # Of two, since a loop over parameters holds on to something of the one before.
-        if shape not in measured:
-            state_bytes, transient_bytes = _measure_optimizer(optimizer_class, arguments, [shape] * 2)
-            measured[shape] = state_bytes / 2, transient_bytes
-        return measured[shape]
+        state_bytes, transient_bytes = _measure_optimizer(optimizer_class, arguments, [shape] * 2)
+        return torch.tensor([state_bytes / 2, transient_bytes], dtype=torch.float64)
 
     # bytes(rows, columns) = a * rows * columns + b * (rows + columns) + c, from three sizes.
     known = [(64, 128), (128, 256), (256, 512)]
-    system = torch.tensor([[rows * columns, rows + columns, 1] for rows, columns in known], dtype=torch.float64)
+
+    def terms(rows, columns):
+        return torch.tensor([rows * columns, rows + columns, 1], dtype=torch.float64)
 
     def predict(shape):
         if math.prod(shape) <= 1 << 16:
             return measure(shape)
-        figures = torch.tensor([measure(size) for size in known], dtype=torch.float64)
-        rows, columns = shape[0], math.prod(shape[1:])
-        entry = torch.tensor([rows * columns, rows + columns, 1], dtype=torch.float64)
-        return tuple((entry @ torch.linalg.solve(system, figures)).tolist())
+        system = torch.stack([terms(*size) for size in known])
+        factors = torch.linalg.solve(system, torch.stack([measure(size) for size in known]))
+        return terms(shape[0], math.prod(shape[1:])) @ factors
 
     counts = collections.Counter(map(tuple, shapes))
-    predicted = {shape: predict(shape) for shape in counts}
+    predicted = {shape: predict(shape).tolist() for shape in counts}
     state_bytes = sum(count * predicted[shape][0] for shape, count in counts.items())
     # Some optimizers take all parameters at once, others one after the other.
     _, of_one = _measure_optimizer(optimizer_class, arguments, [known[0]])
@@ -564,15 +494,10 @@ def _measure_optimizer(optimizer_class, arguments, shapes):
     parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = optimizer_class(parameters, **arguments)
     with torch.random.fork_rng(devices=[]), LiveBytes() as live:
+        optimizer = optimizer_class(parameters, **arguments)
         optimizer.step()  # makes the state
-    storages = {}
-    for state in optimizer.state.values():
-        for value in tree_leaves(state):
-            if isinstance(value, torch.Tensor):
-                storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
-    state_bytes = sum(storages.values())
+    state_bytes = live.live_bytes
     with LiveBytes() as live:
         optimizer.step()
     return state_bytes, live.peak_bytes
@@ -584,21 +509,19 @@ def without_content(module):
     Returns:
         `nn.Module`: The same.
     """
-    fakes = {}  # by the identity of what they replace: what is shared stays shared
+    fakes = {}  # what is shared stays shared
 
     def fake(tensor):
-        if id(tensor) not in fakes:
-            fakes[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if tensor not in fakes:
+            fakes[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
-                fakes[id(tensor)] = nn.Parameter(fakes[id(tensor)], requires_grad=tensor.requires_grad)
-        return fakes[id(tensor)]
+                fakes[tensor] = nn.Parameter(fakes[tensor], requires_grad=tensor.requires_grad)
+        return fakes[tensor]
 
-    originals = [*module.parameters(), *module.buffers()]  # alive, or an identity could come twice
     for part in module.modules():
         own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
         # And plain attributes, such as tables of frequencies.
         own += [(name, value) for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
-        originals += [tensor for _, tensor in own]
         for name, tensor in own:
             setattr(part, name, fake(tensor))
     return module

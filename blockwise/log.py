@@ -7,14 +7,13 @@ import time
 import weakref
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from blockwise import checkpointing, offload
 from blockwise.tracking import LiveBytes
 
 
 NUM_WATCHED_STEPS = 3
-MAX_SAMPLES = 4000
+MAX_SAMPLES = 4000  # an even number
 
 # From the bottom of the plot to its top: what is there all the time comes first.
 CATEGORIES = ("weights", "adapters", "optimizer_state", "ema", "gradients", "batch", "activations")
@@ -39,7 +38,8 @@ class MemoryLog:
         parking (`dict` or None): What `offload.counters` returned for the last optimizer step, if someone sets it.
         forecast_bytes (`int` or None): Predicted peak of the training, if someone sets it.
         suggestions (callable or None): If someone sets it: function from the phase, "training" or None (another), to
-            a list of settings that would save memory, as pairs of text and bytes. Called when memory has run out.
+            a list of settings that would save memory, as pairs of text and bytes, the most first. Called when memory
+            has run out.
     """
 
     def __init__(self):
@@ -47,11 +47,9 @@ class MemoryLog:
         self.watched = self.parking = self.forecast_bytes = self.suggestions = None
         self._device = torch.device("cpu")
         self._start = time.perf_counter()
-        self._repeated = set()  # points that the table leaves out
         self._peaks = {}  # mark -> the highest peak since `peak_since` was asked about it
         self._step = None  # the number of the optimizer step that is being made
         self._aside = None  # the phase between two of them
-        self._module = lambda: None  # a weak reference to what is trained
 
     def __enter__(self):
         return self
@@ -113,13 +111,15 @@ class MemoryLog:
         return phases
 
     def table(self):
-        """Return all points as a text table."""
+        """Return the points as a text table, of each name the first."""
+        points = {}
+        for point in self.points:
+            points.setdefault(point["name"], point)
         keys = ("allocated_bytes", "reserved_bytes", "peak_bytes", "host_rss_bytes", "pinned_bytes")
         rows = [("memory at", "seconds", "allocated", "reserved", "peak since", "host", "pinned")]
-        for number, point in enumerate(self.points):
-            if number not in self._repeated:
-                sizes = ["-" if point[key] is None else format_bytes(point[key]) for key in keys]
-                rows.append((point["name"], f"{point['seconds']:.1f}", *sizes))
+        for name, point in points.items():
+            sizes = ["-" if point[key] is None else format_bytes(point[key]) for key in keys]
+            rows.append((name, f"{point['seconds']:.1f}", *sizes))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]))) for row in rows)
 
@@ -134,7 +134,7 @@ class MemoryLog:
             step (`int`): Number of the first optimizer step, for messages.
             average (`list[torch.Tensor]`): Of what is trained, if one is kept.
         """
-        self._module, self._step = weakref.ref(module), step
+        self._step = step
         self.peak_since("step")
         self.watched = Watch(self, module, optimizer, device_type=self._device.type, average=average)
 
@@ -151,21 +151,19 @@ class MemoryLog:
         Args:
             name (`str`): Of the phase.
         """
-        watched, where = self.watched, (self._step, self._module)
-        if any(point["name"] == name for point in self.points):
-            self._repeated |= {len(self.points), len(self.points) + 1}
+        step = self._step
         self.point(name)
-        watched.pause()
-        self._step, self._module, self._aside = None, lambda: None, name
+        self.watched.pause()
+        self._step, self._aside = None, name
         yield
-        (self._step, self._module), self._aside = where, None
-        watched.resume()
+        self._step, self._aside = step, None
+        self.watched.resume()
         self.point("training")
         self.peak_since("step")
 
     def end_training(self):
         """Stop watching, also after fewer than three steps."""
-        self._step, self._module = None, lambda: None
+        self._step = None
         if self.watched is not None:
             self.watched.close()
 
@@ -183,30 +181,26 @@ class MemoryLog:
 
     def _explain(self, error):
         asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
-        asked = f", when asked for {asked[1]}" if asked else ""
-        actual = self._allocated()
-        if actual:
-            actual["at the peak"] = self.peak_since("point" if self._step is None else "step")
-        elif (in_use := _host_rss_bytes()) is not None:
-            actual["of host memory in use"] = in_use
-        if not self._has_counters() and self._step is not None and self.watched.peak_bytes:
-            actual["at the peak of the first steps' tensors"] = self.watched.peak_bytes
-        actual = ", ".join(f"{format_bytes(num_bytes)} {what}" for what, num_bytes in actual.items())
-        compared = f"Actual: {actual}"
+        sentences = [f"Out of memory {self._where()}" + (f", when asked for {asked[1]}" if asked else "")]
         if self.forecast_bytes is not None and self._aside is None:
-            compared = f"Forecast for training: {format_bytes(self.forecast_bytes)}; actual: {actual}"
-        message = f"Out of memory {self._where()}{asked}. {compared}."
+            sentences.append(f"Forecast for training: {format_bytes(self.forecast_bytes)}")
+        actual = {"of host memory in use": _host_rss_bytes()}
+        if self._has_counters():
+            actual = self._allocated() | {"at the peak": self.peak_since("point" if self._step is None else "step")}
+        listed = ", ".join(f"{format_bytes(size)} {what}" for what, size in actual.items() if size is not None)
+        sentences.append(f"Actual: {listed or 'unknown without psutil'}")
         phase = self._aside or (None if self._step is None else "training")
-        best = sorted(self.suggestions(phase), key=lambda pair: -pair[1])[:3] if self.suggestions is not None else ()
-        listed = "; ".join(f"{setting} ({format_bytes(num_bytes)})" for setting, num_bytes in best)
-        return f"{message} What would save most: {listed}." if listed else message
+        if self.suggestions is not None and (best := self.suggestions(phase)[:3]):
+            listed = "; ".join(f"{setting} ({format_bytes(num_bytes)})" for setting, num_bytes in best)
+            sentences.append(f"What would save most: {listed}")
+        return ". ".join(sentences) + "."
 
     def _where(self):
         if self._step is None:
             return f"after the point '{self.points[-1]['name']}'" if self.points else "at the start"
         place = f"in step {self._step}" + (f" ({self.watched.phase})" if self.watched.is_open else "")
         block, recomputed = checkpointing.last_run["block"](), checkpointing.last_run["recomputed"]
-        for name, module in self._module().named_modules():
+        for name, module in self.watched.module().named_modules():
             if module is block:
                 return f"{place}, in or after {name} ({'recomputation' if recomputed else 'forward'})"
         return place
@@ -231,7 +225,7 @@ def _means_out_of_memory(error):
 # ---------------------------------------------------------------- the first steps, by category
 
 
-class Watch:
+class Watch(LiveBytes):
     """Follows the tensors on the device through the first optimizer steps, from outside the training.
 
     Weights, adapters (names with ".lora_"), gradients, the batch and the optimizer's state (with fp32 masters of
@@ -239,46 +233,36 @@ class Watch:
     on the way of its step belongs to its state. Parked inputs are host memory, also on a CPU.
 
     Attributes:
-        peak_bytes (`int`): Most bytes on the device at one moment, with what was there before.
-        by_category (`dict[str, int]`): Of these.
-        held_bytes (`int` or None): What the first forward pass leaves for its backward pass.
         samples (`list[tuple]`): (event, bytes, by category, parked bytes), where events are the operations that made
             tensors, counted; at most `MAX_SAMPLES`, each the highest of its stretch.
         marks (`list[tuple]`): (event, what ended there).
+        module (weak reference): To what is trained.
         is_open (`bool`): Whether it continues.
     """
 
     def __init__(self, log, module, optimizer, *, device_type, average=()):
+        super().__init__(device_type)
         while hasattr(optimizer, "optimizer"):  # the wrappers of Accelerate and DeepSpeed hold what they wrap
             optimizer = optimizer.optimizer
-        self.peak_bytes, self.by_category, self.held_bytes = 0, {}, None
-        self.marks, self.phase, self.num_steps, self.is_open = [], "batch", 0, True
-        self._samples, self._num_events, self._stride = {}, 0, 1  # of each stretch the highest
-        self._log, self._device_type = log, device_type
-        self._objects = optimizer, average  # until all is known of them
-        self._knows_all = False
-        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._hooks = contextlib.ExitStack()
-        for hook in (
+        self.module, self._optimizer, self._average = weakref.ref(module), weakref.ref(optimizer), average
+        self._log, self.category, self.phase = log, "batch", "batch"
+        self.by_category.update(dict.fromkeys(CATEGORIES, 0))
+        self.samples, self.marks, self._num_events, self._stride = [], [], 0, 1
+        self.num_steps, self.is_open = 0, True
+        self._following, self._hooks = contextlib.ExitStack(), contextlib.ExitStack()
+        hooks = [
             module.register_forward_pre_hook(self._begin_forward),
             module.register_forward_hook(self._end_forward),
             optimizer.register_step_pre_hook(lambda *_: self._begin("optimizer", "optimizer_state")),
             optimizer.register_step_post_hook(lambda *_: self._begin("batch", "batch")),
-            *(
-                p.register_post_accumulate_grad_hook(lambda p: self._count([p.grad], "gradients"))
-                for p in self._trained
-            ),
-        ):
+        ]
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(lambda p: self.count([p.grad], "gradients"))
+                hooks.append(hook)
+        for hook in hooks:
             self._hooks.callback(hook.remove)
-        self._live = LiveBytes(device_type, on_change=lambda live: self._sample())
-        self._live.category = "batch"
-        self._live.by_category.update(dict.fromkeys(CATEGORIES, 0))
-        self._following = contextlib.ExitStack()
-        self._following.enter_context(self._live)
-
-    @property
-    def samples(self):
-        return list(self._samples.values())
+        self.resume()
 
     def end_step(self):
         """Record that an optimizer step is made; after the third nothing is followed, or costs anything, more."""
@@ -286,8 +270,6 @@ class Watch:
             self.num_steps += 1
             self._mark("step")
             self._begin("batch", "batch")
-            if self.num_steps == 1:
-                self._log.point("first step")
             if self.num_steps == NUM_WATCHED_STEPS:
                 self.close()
 
@@ -298,43 +280,53 @@ class Watch:
     def resume(self):
         """Follow what comes again."""
         if self.is_open:
-            self._following.enter_context(self._live)
+            self._following.enter_context(self)
             self._knows_all = False
 
     def close(self):
         """Release everything; again: nothing."""
-        self.is_open = False
+        self.is_open, self._average = False, ()
         self._following.close()
         self._hooks.close()
-        self._live, self._trained, self._objects = None, [], (None, ())
+
+    def changed(self):
+        super().changed()
+        sample = self._num_events, self.live_bytes, dict(self.by_category), offload.counters()["pool_bytes"]
+        if self._num_events % self._stride == 0:
+            self.samples.append(sample)
+        elif sample[1] > self.samples[-1][1]:
+            self.samples[-1] = sample
+        self._num_events += 1
+        if len(self.samples) == MAX_SAMPLES:
+            self._stride *= 2
+            pairs = zip(self.samples[::2], self.samples[1::2], strict=True)
+            self.samples = [max(pair, key=lambda sample: sample[1]) for pair in pairs]
 
     def _begin(self, phase, category):
-        self.phase, self._live.category = phase, category
+        self.phase, self.category = phase, category
+
+    def _mark(self, what):
+        if not any(ended == what for _, ended in self.marks):
+            self._log.point(f"first {what}")
+        self.marks.append((self._num_events, what))
 
     def _masters(self):
-        optimizer, _ = self._objects
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [parameter for group in self._optimizer().param_groups for parameter in group["params"]]
 
     def _begin_forward(self, module, args):
         if not self._knows_all:
             self._knows_all = True
             # Now, since preparing or resuming may have replaced the tensors. The parameters come last: an optimizer
             # has them too, where they are their own fp32 masters.
-            optimizer, average = self._objects
-            self._count([*self._masters(), *tree_leaves(list(optimizer.state.values()))], "optimizer_state")
-            self._count(average, "ema")
-            self._count([*module.parameters(), *module.buffers()], "weights")
-            self._count([p for name, p in module.named_parameters() if ".lora_" in name], "adapters")
-        self._count(tree_leaves(args), "batch")
+            self.count([self._masters(), list(self._optimizer().state.values())], "optimizer_state")
+            self.count(self._average, "ema")
+            self.count([*module.parameters(), *module.buffers()], "weights")
+            self.count([p for name, p in module.named_parameters() if ".lora_" in name], "adapters")
+        self.count(args, "batch")
         self._begin("forward", "activations")
-        self._before_forward = self._sample()
 
     def _end_forward(self, module, args, loss):
-        after = self._sample()
         self._mark("forward")
-        if self.held_bytes is None:
-            self.held_bytes = after - self._before_forward
-            self._log.point("first forward")
         self._begin("backward", "activations")
         if loss.requires_grad:
             # Called when the whole backward pass has ended, which is later than any hook of a tensor.
@@ -342,39 +334,12 @@ class Watch:
             loss.register_hook(lambda _: engine.queue_callback(self._end_backward))
 
     def _end_backward(self):
-        if not self.is_open:
-            return
-        if not any(what == "backward" for _, what in self.marks):
-            self._log.point("first backward")
-        # Again, since DDP has put views of its buckets in their place, and may have made sums of those of the masters.
-        self._count([parameter.grad for parameter in (*self._trained, *self._masters())], "gradients")
-        self._mark("backward")
-        self._begin("after backward", "gradients")  # such as those of fp32 masters
-
-    def _count(self, leaves, category):
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device_type]
-        self._live.count(tensors, category)
-
-    def _mark(self, what):
-        self.marks.append((self._num_events, what))
-
-    def _sample(self):
-        """Record what is alive, and return its bytes."""
-        event, num_bytes = self._num_events, self._live.live_bytes
-        self._num_events += 1
-        known = self._samples.get(event // self._stride)
-        if known is None or num_bytes > known[1]:
-            by_category = dict(self._live.by_category)
-            self._samples[event // self._stride] = event, num_bytes, by_category, offload.pool_bytes()
-            if num_bytes > self.peak_bytes:
-                self.peak_bytes, self.by_category = num_bytes, by_category
-        if len(self._samples) > MAX_SAMPLES:
-            self._stride *= 2
-            samples, self._samples = self.samples, {}
-            for sample in samples:
-                higher = max(self._samples.get(sample[0] // self._stride, sample), sample, key=lambda each: each[1])
-                self._samples[sample[0] // self._stride] = higher
-        return num_bytes
+        if self.is_open:
+            # Again, since DDP has put views of its buckets in their place, and may have made sums of the masters'.
+            parameters = [*self.module().parameters(), *self._masters()]
+            self.count([parameter.grad for parameter in parameters], "gradients")
+            self._mark("backward")
+            self._begin("after backward", "gradients")  # such as those of fp32 masters
 
 
 # ---------------------------------------------------------------- for people
@@ -401,15 +366,12 @@ def format_bytes(num_bytes, up=False):
 
 
 def _plot(watch, path, forecast_bytes):
-    # Here, so that a run pays for the import when it has ended.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # here, so that a run pays for the import when it has ended
 
     scale, unit = _unit(max(watch.peak_bytes, forecast_bytes or 0))
     events, _, by_category, parked = zip(*watch.samples, strict=True)
     shown = [category for category in CATEGORIES if any(sizes[category] for sizes in by_category)]
     figure = Figure(figsize=(10, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.stackplot(
         events,
@@ -424,12 +386,11 @@ def _plot(watch, path, forecast_bytes):
         axes.step(events, parked, where="post", color="black", linestyle="--", label="parked in host memory")
     if forecast_bytes is not None:
         axes.axhline(forecast_bytes / scale, color="crimson", label=f"forecast peak, {format_bytes(forecast_bytes)}")
-    styles = {"forward": (":", "a forward pass"), "backward": ("-.", "a backward pass"), "step": ("-", "a step")}
-    for what, (linestyle, name) in styles.items():
-        label = f"{name} ends"
-        for event in (event for event, mark in watch.marks if mark == what):
-            axes.axvline(event, color="0.3", linestyle=linestyle, linewidth=1, label=label)
-            label = None  # once in the legend
+    whole_height = axes.get_xaxis_transform()
+    for what, linestyle in {"forward": ":", "backward": "-.", "step": "-"}.items():
+        ends = [event for event, ended in watch.marks if ended == what]
+        style = {"colors": "0.3", "linestyles": linestyle, "linewidth": 1, "transform": whole_height}
+        axes.vlines(ends, 0, 1, label=f"{what} ends", **style)
     title = f"Memory by category, optimizer steps 1 to {watch.num_steps}: at most {format_bytes(watch.peak_bytes)}"
     axes.set(xlabel="operations that made tensors, in their order", ylabel=unit, ylim=(0, None), title=title)
     figure.legend(loc="outside right upper")

@@ -37,15 +37,10 @@ MIN_PARKED_BYTES = 1 << 20
 
 # Bytes of host memory that this process may take; None: no limit.
 _limit_bytes = None
-_said = set()  # reasons for which a block call was refused, of which the user knows
+_has_warned = False  # of block calls that are refused
 
-_counters = dict.fromkeys(
-    (
-        *("parked_tensors", "parked_bytes", "blocks_refused", "pool_bytes", "pool_peak_bytes"),
-        *("bytes_to_host", "bytes_to_device"),
-    ),
-    0,
-)
+_counters = dict.fromkeys(("parked_tensors", "parked_bytes", "blocks_refused", "pool_bytes", "pool_peak_bytes"), 0)
+_counters["bytes_to_device"] = 0
 
 # Device -> what copies from and to it.
 _copiers: dict[torch.device, Copier] = {}
@@ -64,28 +59,14 @@ def counters():
     Returns:
         `dict[str, int]`: `parked_tensors` and `parked_bytes` (copies made to host memory, also on a CPU device),
         `blocks_refused` (block calls that could not park), `pool_bytes` (parked bytes alive now) and
-        `pool_peak_bytes` (their highest value); `bytes_to_host` and `bytes_to_device` (what was copied each way),
-        `slab_bytes` (host memory held now, in use or not), `waits` (of a computation for a copy) and
-        `unsatisfied_waits` (those that found the copy unfinished; known once the device has come that far).
+        `pool_peak_bytes` (their highest value); `bytes_to_device` (what was copied back), `slab_bytes` (host memory
+        held now, in use or not).
     """
-    copiers = _copiers.values()
-    return {
-        **_counters,
-        "slab_bytes": _slab_bytes(),
-        "waits": sum(copier.num_waits for copier in copiers),
-        "unsatisfied_waits": sum(copier.num_unsatisfied_waits() for copier in copiers),
-    }
-
-
-def pool_bytes():
-    """Return the parked bytes alive now, as `counters` has them, at no cost."""
-    return _counters["pool_bytes"]
+    return {**_counters, "slab_bytes": _slab_bytes()}
 
 
 def reset_counters():
     """Set the counters to zero; those of what is alive keep describing it, and the peak starts from there."""
-    for copier in _copiers.values():
-        copier.reset_waits()
     alive = _counters["pool_bytes"]
     _counters.update(dict.fromkeys(_counters, 0), pool_bytes=alive, pool_peak_bytes=alive)
 
@@ -95,15 +76,8 @@ def set_limit(num_bytes):
 
     It is the memory that counts, not what is parked in it: a pinned allocation is rounded up to a power of two.
     """
-    global _limit_bytes
-    _limit_bytes = num_bytes
-    _said.clear()
-
-
-def release_pool():
-    """Free the host memory that no parked tensor uses. It is otherwise kept for the next step."""
-    for copier in _copiers.values():
-        copier.pool.release()
+    global _limit_bytes, _has_warned
+    _limit_bytes, _has_warned = num_bytes, False
 
 
 def _slab_bytes():
@@ -123,19 +97,18 @@ class _HostCopy:
     """The bytes of a parked tensor: on the device (`source`), in host memory (`buffer`), or on their way back."""
 
     def __init__(self, storage, buffer):
-        self.copier, self.buffer, self.stays = _copier(storage.device), buffer, False
+        self.copier, self.buffer, self.num_bytes = _copier(storage.device), buffer, storage.nbytes()
         self.source, self.target, self.loading = _as_bytes(storage), None, None
         self.leaving = self.copier.to_host(buffer.bytes, self.source)
-        self.num_bytes = num_bytes = storage.nbytes()
-        for counter in ("parked_bytes", "bytes_to_host", "pool_bytes"):
-            _counters[counter] += num_bytes
         _counters["parked_tensors"] += 1
+        _counters["parked_bytes"] += self.num_bytes
+        _counters["pool_bytes"] += self.num_bytes
         _counters["pool_peak_bytes"] = max(_counters["pool_peak_bytes"], _counters["pool_bytes"])
 
-    def let_go(self):
-        """Free the memory on the device, in the order of the compute stream: behind the copy."""
+    def free_source(self):
+        """Free the memory on the device, in the order of the compute stream: behind the copy. Not if it stays."""
         self._end_leaving()
-        if not self.stays:
+        if self.buffer is not None:
             self.source = None
 
     def is_away(self):
@@ -159,7 +132,6 @@ class _HostCopy:
 
     def stay(self, storage):
         """Keep the tensor's own `storage` on the device, and give the host memory back."""
-        self.stays = True
         if self.source is None:
             self.source = _as_bytes(storage)
         self._give_back()
@@ -185,29 +157,19 @@ class _HostCopy:
 
 
 class _Group:
-    """What one block call has parked. Owned by its parked tensors; knows the group before it as long as that lives."""
+    """What one block call has parked. Owned by its parked tensors; knows the group before it by a weak reference."""
 
     def __init__(self, previous):
-        self.copies, self.previous = [], weakref.ref(previous) if previous is not None else None
+        self.copies, self.previous = [], previous
 
     def reload(self):
         """Start to bring back what is away."""
         for copy in self.copies:
             copy.reload()
 
-    def reload_previous(self):
-        """Start to bring back the group before this one, unless its graph is gone."""
-        if self.previous is not None and (previous := self.previous()) is not None:
-            previous.reload()
 
-    def let_go(self):
-        """Free the memory on the device, behind the copies."""
-        for copy in self.copies:
-            copy.let_go()
-
-
-# Weak reference to the group that was parked last, None: there was none yet.
-_latest_group = None
+def _latest_group():  # replaced by a weak reference to the group that was parked last
+    return None
 
 
 class Sighting:
@@ -243,7 +205,8 @@ class ParkedTensor(Sighting):
         if self.copy.is_away():
             self.group.reload()
         tensor = self.copy.take().view(self.dtype).as_strided(self.size, self.stride)
-        self.group.reload_previous()
+        if (previous := self.group.previous()) is not None:
+            previous.reload()
         return tensor
 
 
@@ -293,11 +256,10 @@ def _park(block, tensors):
     global _latest_group
     if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return {}  # a copy would become part of what is compiled or captured
-    buffers = _reserve(block, tensors)
-    latest = _latest_group() if _latest_group is not None else None
-    if buffers and latest is not None:
-        latest.let_go()
-    group = _Group(latest)
+    buffers, group = _reserve(block, tensors), _Group(_latest_group)
+    if buffers and (latest := _latest_group()) is not None:
+        for copy in latest.copies:
+            copy.free_source()
 
     def kind(tensor, block, position):
         if position in buffers:
@@ -314,52 +276,33 @@ def _park(block, tensors):
 
 def _reserve(block, tensors):
     """Return {position: buffer} for those of `tensors` that no other call is known to need; empty if refused."""
-    shared, new = _shared_positions.get(block, ()), {}
+    global _has_warned
+    shared, new, buffers = _shared_positions.get(block, ()), {}, {}
     for position, tensor in enumerate(tensors):
         storage = tensor.untyped_storage() if position not in shared and _can_be_parked(tensor) else None
         if storage is not None and storage._cdata not in _sightings:
             new.setdefault(storage._cdata, (position, storage))
     needed, in_use = sum(storage.nbytes() for _, storage in new.values()), _counters["pool_bytes"]
-    name, buffers = type(block).__name__, {}
-    has_room = _limit_bytes is None or in_use + needed <= _limit_bytes
     try:
+        if new and _limit_bytes is not None and in_use + needed > _limit_bytes:
+            raise RuntimeError(f"the limit is {_limit_bytes}")
         for position, storage in new.values():
             room = None if _limit_bytes is None else _limit_bytes - _slab_bytes()
-            buffer = _copier(storage.device).pool.take(storage.nbytes(), room) if has_room else None
-            if buffer is None:
-                has_room = False
-                break
-            buffers[position] = buffer
+            buffers[position] = _copier(storage.device).pool.take(storage.nbytes(), room)
     except RuntimeError as error:  # Not pageable memory instead: copies to it hold the computation up.
-        _give_back(buffers)
-        _refuse(
-            "With %d bytes of parked inputs in use, host memory for the %d of a %s was refused (%s): they stay on the "
-            "device, as do those of further blocks while it is. Lower --offload_buffer_size to ask for less.",
-            *(in_use, needed, name, error),
-        )
-    if new and not has_room:
-        _give_back(buffers)
-        _refuse(
-            "Of %d bytes of host memory for parked inputs %d are taken, %d of them are in use, and a %s needs %d: its "
-            "inputs stay on the device, as do those of further blocks that find no room. Raise --offload_buffer_size "
-            "to park them.",
-            *(_limit_bytes, _slab_bytes(), in_use, name, needed),
-        )
+        for buffer in buffers.values():
+            buffer.give_back()
+        buffers.clear()
+        _counters["blocks_refused"] += 1
+        if not _has_warned:
+            _has_warned = True
+            logger.warning(
+                "Parked inputs use %d of the %d bytes of host memory that are taken, and the %d more of a %s were "
+                "refused (%s): they stay on the device, as do those of further blocks that find no room. "
+                "--offload_buffer_size sets the limit.",
+                *(in_use, _slab_bytes(), needed, type(block).__name__, str(error)),
+            )
     return buffers
-
-
-def _give_back(buffers):
-    for buffer in buffers.values():
-        buffer.give_back()
-    buffers.clear()
-
-
-def _refuse(message, *values):
-    """Count a block call whose inputs stay on the device; say so if it is the first time for this reason."""
-    _counters["blocks_refused"] += 1
-    if message not in _said:
-        _said.add(message)
-        logger.warning(message, *values)
 
 
 def first_sighting(block, position, tensor, kind=Sighting):

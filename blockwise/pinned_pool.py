@@ -4,7 +4,6 @@ One allocation per tensor would waste up to half of it, since every pinned alloc
 and pinning takes long. So slabs are kept, and used again in every step.
 """
 
-import bisect
 import collections
 import math
 
@@ -51,27 +50,25 @@ class HostPool:
         return sum(len(slab.bytes) for slab in self._slabs)
 
     def take(self, num_bytes, room=None):
-        """Return a `Buffer` of `num_bytes`, None if there is no room for one.
+        """Return a `Buffer` of `num_bytes`.
 
         Args:
             num_bytes (`int`): More than zero.
             room (`int`, *optional*): The most bytes that a new slab may take.
 
         Raises:
-            RuntimeError: There is no host memory for a new slab of any size, or it cannot be pinned.
+            RuntimeError: There is no room or no host memory for a new slab of any size, or it cannot be pinned.
         """
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         for slab in self._slabs:
             if (offset := slab.take(size)) is not None:
                 return Buffer(slab, offset, size, num_bytes)
         slab = self._new_slab(size, room)
-        if slab is None:
-            return None
         self._slabs.append(slab)
         return Buffer(slab, slab.take(size), size, num_bytes)
 
     def _new_slab(self, size, room):
-        num_tensors, refused = TENSORS_PER_SLAB, None
+        num_tensors, reason = TENSORS_PER_SLAB, f"no more than {room} bytes may be taken"
         while num_tensors > 0:
             slab_bytes = allocated_bytes(num_tensors * size, self.pin_memory)
             # What was refused is not asked for again: to lock much memory takes long also where it fails.
@@ -79,18 +76,9 @@ class HostPool:
                 try:
                     return _Slab(slab_bytes, self.pin_memory)
                 except RuntimeError as error:
-                    refused, self._refused_bytes = error, slab_bytes
+                    reason, self._refused_bytes = str(error), slab_bytes
             num_tensors //= 2
-        if refused is not None:
-            raise refused
-        return None
-
-    def release(self):
-        """Free the slabs of which nothing is in use."""
-        self._slabs = [slab for slab in self._slabs if not slab.is_unused()]
-        self._refused_bytes = math.inf
-        if self.pin_memory:
-            torch.accelerator.empty_host_cache()
+        raise RuntimeError(reason)  # not the error itself: kept by a frame that it keeps, it would keep all tensors
 
 
 class _Slab:
@@ -105,27 +93,20 @@ class _Slab:
 
     def take(self, size):
         """Return the offset of the first free piece of `size` bytes, None where there is none."""
-        self._close_gaps()
+        self._merge_gaps()
         for index, (offset, free) in enumerate(self._gaps):
             if free >= size:
                 self._gaps[index : index + 1] = [(offset + size, free - size)] if free > size else []
                 return offset
         return None
 
-    def is_unused(self):
-        """Whether all of it is free."""
-        self._close_gaps()
-        return self._gaps == [(0, len(self.bytes))]
-
-    def _close_gaps(self):
+    def _merge_gaps(self):
         """Free what was returned, each piece together with the free ones that it touches."""
+        gaps, self._gaps = self._gaps, []
         while self.returned:
-            offset, size = self.returned.popleft()
-            first = last = bisect.bisect(self._gaps, (offset, size))
-            if first > 0 and sum(self._gaps[first - 1]) == offset:
-                first -= 1
-                offset, size = self._gaps[first][0], self._gaps[first][1] + size
-            if last < len(self._gaps) and self._gaps[last][0] == offset + size:
-                size += self._gaps[last][1]
-                last += 1
-            self._gaps[first:last] = [(offset, size)]
+            gaps.append(self.returned.popleft())
+        for offset, size in sorted(gaps):
+            if self._gaps and sum(self._gaps[-1]) == offset:
+                offset, before = self._gaps.pop()
+                size += before
+            self._gaps.append((offset, size))

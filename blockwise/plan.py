@@ -155,18 +155,6 @@ class MemoryPlan:
                 sizes = [end - start for start, end in limits]
                 yield cls._of(block_lists, [mode for mode, n in zip(chosen, sizes, strict=True) for _ in range(n)])
 
-    def arguments(self, *names):
-        """Return the two memory arguments of a `model_fn`, each a list with one `bool` per block.
-
-        Args:
-            *names (`str`): Of block lists; without any of all, one list after the other.
-        """
-        modes = [mode.activations for name in names or self.modes for mode in self.modes[name]]
-        return {
-            "use_gradient_checkpointing": [activations != "keep" for activations in modes],
-            "use_gradient_checkpointing_offload": [activations == "park" for activations in modes],
-        }
-
     def as_dict(self):
         """Return the plan in values that JSON takes: name of a list -> one `dict` with the values of each `Mode`."""
         return {name: [dataclasses.asdict(mode) for mode in modes] for name, modes in self.modes.items()}

@@ -5,6 +5,7 @@ import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def _tensors(values):
@@ -25,17 +26,18 @@ class LiveBytes(TorchDispatchMode):
     Args:
         device_type (`str`, *optional*):
             Count tensors on devices of this type only.
-        on_change (`Callable[[LiveBytes], None]`, *optional*):
-            Called after each operation that made a tensor.
+
+    Attributes:
+        category (`str`): Of what is made from now on.
+        live_bytes, peak_bytes (`int`)
+        by_category, by_category_at_peak (`dict[str, int]`)
     """
 
-    def __init__(self, device_type=None, on_change=None):
+    def __init__(self, device_type=None):
         super().__init__()
-        self.device_type, self.on_change = device_type, on_change
-        self.category = "activations"  # of what is made from now on
-        self.by_category = collections.Counter()
+        self.device_type, self.category = device_type, "activations"
         self.live_bytes = self.peak_bytes = 0
-        self.by_category_at_peak = {}
+        self.by_category, self.by_category_at_peak = collections.Counter(), {}
         self._known = {}  # address of a storage -> [its category, its bytes, what notices its end]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -43,35 +45,31 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **kwargs)
         known = self._known
         new = [tensor for tensor in _tensors((result,)) if tensor.untyped_storage()._cdata not in known]
-        if not new:
-            return result
-        # Views, perhaps, of what was made before, or by what this mode does not see.
-        for source in _tensors((*args, *kwargs.values())):
-            self._see(source, None)
-        counted = [self._see(tensor, self.category) for tensor in new]
-        if any(counted):
-            self._note_peak()
-            if self.on_change is not None:
-                self.on_change(self)
+        if new:
+            # Views, perhaps, of what was made before, or by what this mode does not see.
+            for source in _tensors((*args, *kwargs.values())):
+                self._see(source, None)
+            counted = [self._see(tensor, self.category) for tensor in new]
+            if any(counted):
+                self.changed()
         return result
 
-    def count(self, tensors, category):
-        """Count existing `tensors` (any shapes) in a category; those that are counted already change theirs."""
-        for tensor in tensors:
-            entry = self._known.get(tensor.untyped_storage()._cdata)
-            if entry is not None:
+    def count(self, tree, category):
+        """Count the existing tensors in `tree` in a category; those that are counted already change theirs."""
+        for tensor in tree_leaves(tree):
+            if not isinstance(tensor, torch.Tensor) or self.device_type not in (None, tensor.device.type):
+                continue
+            if not self._see(tensor, category):
+                entry = self._known[tensor.untyped_storage()._cdata]
                 self._add(entry[0], -entry[1])
                 entry[:2] = category, tensor.untyped_storage().nbytes()
                 self._add(*entry[:2])
-            else:
-                self._see(tensor, category)
-        self._note_peak()
+        self.changed()
 
-    def mark(self):
-        """Return the live bytes, the peak and its categories, and let the peak begin again."""
-        marked = self.live_bytes, self.peak_bytes, self.by_category_at_peak
-        self.peak_bytes, self.by_category_at_peak = self.live_bytes, dict(self.by_category)
-        return marked
+    def changed(self):
+        """Note the peak. Called after each operation that made a tensor, and after each `count`."""
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.by_category_at_peak = self.live_bytes, dict(self.by_category)
 
     def _see(self, tensor, category):
         """Follow the storage of `tensor` if it is new, and return whether its bytes count."""
@@ -94,8 +92,3 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, address):
         category, num_bytes, _ = self._known.pop(address)
         self._add(category, -num_bytes)
-
-    def _note_peak(self):
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes = self.live_bytes
-            self.by_category_at_peak = dict(self.by_category)

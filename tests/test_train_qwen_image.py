@@ -128,9 +128,9 @@ def test_same_bytes_when_the_inputs_are_really_parked(lora_run, fork_server, tin
     assert all(offloaded)
     measured = json.loads((tmp_path / "run.json").read_text())["measured"]
     parking = measured["parking"]
-    assert parking["bytes_to_host"] == offloaded[-1]
+    assert parking["parked_bytes"] == offloaded[-1]
     # Of one micro-batch, of which a whole step has two; the last step of an epoch has one of a single sample.
-    assert offloaded[-2] == 2 * measured["parked_bytes"] > 2 * parking["bytes_to_host"]
+    assert offloaded[-2] == 2 * measured["parked_bytes"] > 2 * parking["parked_bytes"]
     assert parking["blocks_refused"] == 0 and parking["pool_peak_bytes"] >= measured["parked_bytes"]
     assert (tmp_path / LORA_FILE).read_bytes() == (lora_run / LORA_FILE).read_bytes()
 

@@ -27,7 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 _TRACKED = ("loss", "lr", "grad_norm", "epoch", "seconds", "device_peak_bytes", "offloaded_bytes", "host_rss_bytes")
 
 # What run.json records about parking in the last step.
-_PARKING = ("bytes_to_host", "bytes_to_device", "blocks_refused", "waits", "unsatisfied_waits")
+_PARKING = ("parked_bytes", "bytes_to_device", "blocks_refused")
 
 
 def read_metrics(path):

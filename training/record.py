@@ -117,7 +117,7 @@ class RunRecord:
             "training_peak_bytes": device_peak_bytes or (watched and watched.peak_bytes) or None,
             "peak_phase": max(phases, key=phases.get, default=None),
             "phases": phases,
-            "by_category": watched.by_category if watched else {},
+            "by_category": watched.by_category_at_peak if watched else {},
             # Of one forward pass.
             "parked_bytes": max(parked or [lines[-1]["offloaded_bytes"]]) // len(self.batches.micro_batches(1)),
             "host_bytes": host_bytes,

@@ -67,7 +67,8 @@ def park_small_tensors(monkeypatch):
     monkeypatch.setattr(offload, "MIN_PARKED_BYTES", 1024)
     yield
     offload.set_limit(None)
-    gc.collect()
+    if offload.counters()["pool_bytes"]:
+        gc.collect()
     assert offload.counters()["pool_bytes"] == 0, "a host copy outlived its graph"
 
 
@@ -300,7 +301,7 @@ def test_a_pool_of_any_size_gives_the_same_gradients(room, caplog):
     said = [record.getMessage() for record in caplog.records if "--offload_buffer_size" in record.getMessage()]
     assert len(said) == (parked < 5)
     if said:
-        assert f"Of {int(room * INPUT_BYTES)} bytes" in said[0] and "a Block needs" in said[0]
+        assert f"(the limit is {int(room * INPUT_BYTES)})" in said[0] and "of a Block were refused" in said[0]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 40 * 32 * 4, None])
@@ -321,7 +322,6 @@ def test_room_comes_back_with_the_graph():
             h = dispatch(block, False, True, x=h)
         assert offload.counters()["blocks_refused"] == 0
         del h  # without a backward pass
-        gc.collect()
 
 
 def test_shared_tensors_do_not_stay_parked_in_the_first_step():

@@ -1,6 +1,7 @@
 """The predicted peak of a step against the bytes that are really alive, followed tensor by tensor on the CPU."""
 
 import argparse
+import functools
 import time
 
 import bitsandbytes
@@ -77,33 +78,42 @@ def park_small_tensors(monkeypatch):
     offload.set_limit(None)
 
 
-def predicted_and_measured(family, mode, modes, *, batch_size, side, dropout=0.0, gradients_exist=False):
-    _, family_class, block_list, *_ = FAMILIES[family]
-    num_layers = len(modes)
+def step_of(family, transformer, batch_size, side):
+    """Return a function from nothing to a loss."""
+    module = DiffusionTrainingModule(object.__new__(FAMILIES[family][1]), transformer).train()
+    batch = batch_of(family, batch_size, side)
+    return lambda: module(batch)
 
-    def make_step(transformer):
-        module = DiffusionTrainingModule(object.__new__(family_class), transformer).train()
-        batch = batch_of(family, batch_size, side)
-        return lambda: module(batch)
 
+@functools.cache
+def profile_of(family, mode, num_layers, batch_size, side, dropout=0.0):
     with init_empty_weights():
         skeleton = prepared(family, num_layers, mode, dropout)
-    profile = StepProfile(shrink(skeleton, {block_list: num_layers}), make_step, device_type="cpu")
-    plan = MemoryPlan({block_list: modes})
-    transformer = prepared(family, num_layers, mode, dropout)
-    install_plan(transformer, plan)
-    module = DiffusionTrainingModule(object.__new__(family_class), transformer).train()
-    batch = batch_of(family, batch_size, side)
-    with LiveBytes() as live:
+    small = shrink(skeleton, {FAMILIES[family][2]: num_layers})
+    return StepProfile(small, lambda transformer: step_of(family, transformer, batch_size, side), device_type="cpu")
+
+
+def measured(transformer, step, plan, gradients_exist=False):
+    """Return the peak of a step, and what it parks."""
+    transformer.zero_grad()
+    with LiveBytes() as live, install_plan(transformer, plan):
         for _ in range(2):  # in the first step tables are cached, and shared tensors are not known yet
             offload.reset_counters()
             if not gradients_exist:
-                module.zero_grad()
-            live.mark()
-            module(batch).backward()
+                transformer.zero_grad()
+            live.peak_bytes = live.live_bytes
+            step().backward()
     if gradients_exist:  # they were made in the first step, and are not of the second
-        live.peak_bytes -= sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
-    return profile, plan, live.peak_bytes, offload.counters()["parked_bytes"]
+        live.peak_bytes -= sum(p.grad.nbytes for p in transformer.parameters() if p.grad is not None)
+    return live.peak_bytes, offload.counters()["parked_bytes"]
+
+
+def predicted_and_measured(family, mode, modes, *, batch_size, side, dropout=0.0, gradients_exist=False):
+    profile = profile_of(family, mode, len(modes), batch_size, side, dropout)
+    plan = MemoryPlan({FAMILIES[family][2]: modes})
+    transformer = prepared(family, len(modes), mode, dropout)
+    step = step_of(family, transformer, batch_size, side)
+    return profile, plan, *measured(transformer, step, plan, gradients_exist)
 
 
 def pattern(letters):
@@ -118,16 +128,16 @@ def wan_plan(letters):
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize(
     "letters, batch_size, side",
-    [("kk", 1, 24), ("kkkkk", 2, 16), ("rrr", 1, 32), ("rrrrrr", 1, 16), ("rrrkk", 2, 16), ("ppppr", 1, 24)]
-    + [("pprrkk", 1, 24), ("ppkkkk", 1, 16)]
-    + [("ppr", 1, 16)],  # the peak is in the first block, before its parked input is gone
+    [(letters, 2, 16) for letters in ("kkkkkk", "rrrrrr", "rrrkkk", "pppppr", "pprrkk", "ppkkkk")]
+    + [("ppr", 1, 16)]  # the peak is in the first block, before its parked input is gone
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("kk", 1, 24), ("rrr", 1, 32), ("ppppr", 1, 24))],
 )
 def test_peak_of_a_step(family, mode, letters, batch_size, side):
     """Within half a percent, and to the byte what is parked; nothing in the prediction was fitted to a measurement."""
-    profile, plan, measured, parked_bytes = predicted_and_measured(
+    profile, plan, peak_bytes, parked_bytes = predicted_and_measured(
         family, mode, pattern(letters), batch_size=batch_size, side=side
     )
-    assert profile.peak(plan).num_bytes == pytest.approx(measured, rel=0.006)
+    assert profile.peak(plan).num_bytes == pytest.approx(peak_bytes, rel=0.006)
     assert profile.parked_bytes(plan) == parked_bytes
     assert (parked_bytes > 0) == ("p" in letters)
 
@@ -136,11 +146,11 @@ def test_peak_of_a_step(family, mode, letters, batch_size, side):
 def test_peak_with_dropout_and_with_gradients_of_an_earlier_micro_batch(family):
     for changes in ({"dropout": 0.2}, {"gradients_exist": True}):
         for mode in ("lora", "full") if "gradients_exist" in changes else ("lora",):
-            profile, plan, measured, _ = predicted_and_measured(
+            profile, plan, peak_bytes, _ = predicted_and_measured(
                 family, mode, pattern("rrkk"), batch_size=1, side=24, **changes
             )
             peak = profile.peak(plan, gradient_factor=0 if changes.get("gradients_exist") else 1)
-            assert peak.num_bytes == pytest.approx(measured, rel=0.006), changes
+            assert peak.num_bytes == pytest.approx(peak_bytes, rel=0.006), changes
             assert peak.gradient_bytes == 0 or "gradients_exist" not in changes
 
 
@@ -216,10 +226,8 @@ def flux_step(transformer):
     return lambda: transformer(**inputs, return_dict=False)[0].square().mean()
 
 
-@pytest.mark.parametrize("joint, single", [("kkkkk", "kkkkkkk"), ("rrrrr", "rrrrrrr"), ("ppprr", "pprrkkk")])
-def test_two_block_lists_in_a_stock_forward(joint, single):
+def test_two_block_lists_in_a_stock_forward():
     """Five and seven blocks are predicted from three and three, as from all of them, and as they are measured."""
-    plan = MemoryPlan({"transformer_blocks": pattern(joint), "single_transformer_blocks": pattern(single)})
     with init_empty_weights():
         skeleton = flux(5, 7)
     small = shrink(skeleton, block_lists(skeleton))
@@ -228,19 +236,15 @@ def test_two_block_lists_in_a_stock_forward(joint, single):
     every = {name: list(range(count)) for name, count in block_lists(skeleton).items()}
     whole = ShrunkModel(skeleton, every, every)
     found, expected = (StepProfile(model, flux_step, device_type="cpu") for model in (small, whole))
-    transformer = flux(5, 7)
-    install_plan(transformer, plan)
-    step = flux_step(transformer)
-    with LiveBytes() as live:
-        for _ in range(2):  # in the first step shared tensors are not known yet
-            offload.reset_counters()
-            transformer.zero_grad()
-            live.mark()
-            step().backward()
-    assert found.peak(plan).num_bytes == pytest.approx(live.peak_bytes, rel=0.006)
-    assert found.parked_bytes(plan) == offload.counters()["parked_bytes"] == expected.parked_bytes(plan)
-    assert found.peak(plan) == expected.peak(plan) and found.costs([plan]) == expected.costs([plan])
     assert found.inference_bytes == expected.inference_bytes
+    transformer = flux(5, 7)
+    step = flux_step(transformer)
+    for joint, single in (("kkkkk", "kkkkkkk"), ("rrrrr", "rrrrrrr"), ("ppprr", "pprrkkk")):
+        plan = MemoryPlan({"transformer_blocks": pattern(joint), "single_transformer_blocks": pattern(single)})
+        peak_bytes, parked_bytes = measured(transformer, step, plan)
+        assert found.peak(plan).num_bytes == pytest.approx(peak_bytes, rel=0.006)
+        assert found.parked_bytes(plan) == parked_bytes == expected.parked_bytes(plan)
+        assert found.peak(plan) == expected.peak(plan) and found.costs([plan]) == expected.costs([plan])
 
 
 def test_which_blocks_stand_for_a_model():
@@ -268,7 +272,7 @@ def test_a_plan_for_a_budget_of_sixty_blocks_in_five_modes_takes_less_than_two_s
     )
     uniform = {mode: profile.costs([MemoryPlan.uniform(lists, mode)])[0] for mode in ("park", "recompute", "keep")}
     modes = [Mode(activations) for activations in ("park", "park", "recompute", "recompute", "keep")]
-    spans, budgets = [], torch.linspace(uniform["park"].peak_bytes, uniform["keep"].peak_bytes, 5).long().tolist()
+    spans, budgets = [], torch.linspace(uniform["park"].peak_bytes, uniform["keep"].peak_bytes, 3).long().tolist()
     seconds = []
     for budget in budgets:
         start = time.process_time()

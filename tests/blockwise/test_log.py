@@ -140,6 +140,7 @@ def test_table(monkeypatch):
     assert len({len(line) for line in (header, *lines)}) == 1 and header.endswith("pinned")
     FakeDevice(monkeypatch)
     log.begin(torch.device("cuda"))
+    log.point("VAE")
     assert log.table().split("\n")[-1].split()[2:8] == ["0.00", "MiB", "2.00", "GiB", "0.00", "MiB"]
 
 
@@ -153,10 +154,9 @@ def test_categories_are_those_of_the_objects():
     watched = log.watched
     weights = {"weights": 3 * SQUARE, "adapters": 3 * SQUARE}
     moments = 2 * 3 * SQUARE
-    assert {name: watched.by_category[name] for name in weights} == weights
-    assert watched.by_category["optimizer_state"] == moments
-    assert watched.peak_bytes == sum(watched.by_category.values())
-    assert watched.held_bytes == 4 * SQUARE + 4  # the model's own first tensor, three times exp's output; the loss
+    assert {name: watched.by_category_at_peak[name] for name in weights} == weights
+    assert watched.by_category_at_peak["optimizer_state"] == moments
+    assert watched.peak_bytes == sum(watched.by_category_at_peak.values())
     ends = [event for event, what in watched.marks if what == "step"]
     assert len(ends) == watched.num_steps == 3
     after_step = [sample for sample in watched.samples if sample[0] < ends[0]][-1]
@@ -167,7 +167,7 @@ def test_categories_are_those_of_the_objects():
         "ema": 0,
         "gradients": 0,
         "batch": SQUARE,
-        "activations": 4 * SQUARE + 4,
+        "activations": 4 * SQUARE + 4,  # the model's own first tensor, three times exp's output; the loss
     }
     assert [point["name"] for point in log.points] == ["first forward", "first backward", "first step"]
     assert max(sample[1] for sample in watched.samples) == watched.peak_bytes
@@ -236,7 +236,8 @@ def test_parked_inputs_are_in_host_memory(monkeypatch):
         log.watch(model, optimizer, step=1)
         make_steps(log, model, optimizer, 1)
         log.end_training()
-        held[name] = log.watched.held_bytes
+        (end, _), *_ = log.watched.marks
+        held[name] = [sample[2]["activations"] for sample in log.watched.samples if sample[0] < end][-1]
         assert max(sample[3] for sample in log.watched.samples) == (4 * SQUARE if name == "park" else 0)
         assert all(min(sample[2].values()) >= 0 for sample in log.watched.samples)
     assert held["recompute"] - held["park"] == 3 * SQUARE, "the newest is still on the device"
@@ -333,12 +334,12 @@ def test_out_of_memory_compares_with_the_forecast_and_says_what_would_help(monke
     with pytest.raises(OutOfMemory) as error, MemoryLog() as log:
         log.begin(torch.device("cuda"))
         log.forecast_bytes = 2**30
-        log.suggestions = lambda phase: [("--a", 1), ("--b", 2**30), ("--c", 2**20), ("--d", 2**21)]
+        log.suggestions = lambda phase: [("--b", 2**30), ("--d", 2**21), ("--c", 2**20), ("--a", 1)]
         log.point("VAE")
         device.hold(2**31, peak=3 * 2**30)
         raise MemoryError
     assert str(error.value) == (
-        "Out of memory after the point 'VAE'. Forecast for training: 1.00 GiB; actual: 2.00 GiB allocated, 2.00 GiB "
+        "Out of memory after the point 'VAE'. Forecast for training: 1.00 GiB. Actual: 2.00 GiB allocated, 2.00 GiB "
         "reserved, 3.00 GiB at the peak. What would save most: --b (1.00 GiB); --d (2.00 MiB); --c (1.00 MiB)."
     )
 
@@ -382,7 +383,7 @@ runpy.run_path('train_qwen_image.py', run_name='__main__')
         "Out of memory in step 2 (backward), in or after transformer.transformer_blocks.1 (recomputation), "
         "when asked for 2.00 GiB. Forecast for training: "
     )
-    assert re.search(r"; actual: .* What would save most: --.* \(.* MiB\); --.* \(.* MiB\)\.$", error)
+    assert re.search(r"\. Actual: .* What would save most: --.* \(.* MiB\); --.* \(.* MiB\)\.$", error)
     assert "Traceback" not in done.stderr
 
 

@@ -60,15 +60,11 @@ def test_numbers_that_fit_no_list(numbers):
         plan({"blocks": 3}, checkpointing=True, checkpoint_blocks=numbers)
 
 
-def test_arguments_and_description():
+def test_description():
     args = types.SimpleNamespace(
         use_gradient_checkpointing=False, use_gradient_checkpointing_offload=True, checkpoint_blocks=[2]
     )
     made = MemoryPlan.from_args(args, {"blocks": 4})
-    assert made.arguments("blocks") == {
-        "use_gradient_checkpointing": [True, True, False, False],
-        "use_gradient_checkpointing_offload": [True, True, False, False],
-    }
     first = "blocks: 2 of 4 blocks checkpointed, 2 offloaded"
     assert made.describe() == [first, "  blocks.0 to 1: park", "  blocks.2 to 3: keep"]
 
@@ -78,7 +74,6 @@ def test_one_mode_for_every_block():
     uniform = MemoryPlan.uniform(lists, "park")
     assert uniform.modes == {"decoder.blocks": (Mode("park"), Mode("park")), "blocks": (Mode("park"),)}
     assert MemoryPlan.uniform(lists, Mode("keep")) == MemoryPlan.uniform(lists, "keep")
-    assert uniform.arguments()["use_gradient_checkpointing_offload"] == [True] * 3
     assert uniform.as_dict()["blocks"] == [{"activations": "park", "weights": "resident", "units": 1}]
     for wrong in ({"activations": "offload"}, {"weights": "streamed"}, {"units": 2}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} of a Mode"):

@@ -286,7 +286,9 @@ def test_a_model_function_and_the_stock_forward_follow_one_plan(name, model_fn, 
         return [parameter.grad for parameter in model.parameters()]
 
     own = inputs | {"timestep": scale * inputs["timestep"]}
-    expected = gradients(lambda: model_fn(model, **own, **plan.arguments()))
+    switches = {"use_gradient_checkpointing": [True, False, True]}
+    switches["use_gradient_checkpointing_offload"] = [True, False, False]
+    expected = gradients(lambda: model_fn(model, **own, **switches))
     with install_plan(model, plan):
         assert equal(gradients(lambda: model(**inputs, return_dict=False)[0]), expected)
         assert equal(gradients(lambda: model_fn(model, **own)), expected)

@@ -12,6 +12,7 @@ from torch import nn
 
 from blockwise import offload
 from blockwise.plan import MemoryPlan, Mode
+from blockwise.stock import install_plan
 from pipelines import loading, qwen_image
 from pipelines.qwen_image import model_fn_qwen_image
 
@@ -159,7 +160,8 @@ def test_parked_bytes_of_a_plan(monkeypatch):
     assert plan.describe()[0] == "transformer_blocks: 5 of 5 blocks checkpointed, 4 offloaded"
     for _ in range(2):  # the first step learns what is shared
         offload.reset_counters()
-        output = model_fn_qwen_image(transformer, **inputs, **plan.arguments("transformer_blocks"))
+        with install_plan(transformer, plan):
+            output = model_fn_qwen_image(transformer, **inputs)
         counters = offload.counters()
         output.sum().backward()
     streams = 2 * (16 * 16 + 9) * 48 * 4
