@@ -1,4 +1,5 @@
 import collections
+import fcntl
 import functools
 import multiprocessing
 import os
@@ -75,13 +76,25 @@ def on_two_ranks(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def tiny_model(fork_server, tmp_path_factory):
-    """Function from a family to the folder of its complete tiny pipeline, which is made once."""
+def shared_folder(tmp_path_factory):
+    """Folder that all workers of this session have in common."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(fork_server, shared_folder):
+    """Function from a family to the folder of its complete tiny pipeline, which is made once for all workers."""
 
     @functools.cache
     def make(family):
-        folder = tmp_path_factory.mktemp("models") / family
-        fork_server.run("scripts/make_tiny_model.py", "--family", family, "--output", folder)
+        folder = shared_folder / "models" / family
+        with open(shared_folder / f"{family}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                fork_server.run("scripts/make_tiny_model.py", "--family", family, "--output", folder)
         return folder
 
     return make
@@ -158,12 +171,12 @@ def photos(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def train(tiny_model, fork_server, request, tmp_path_factory):
+def train(tiny_model, fork_server, request, shared_folder, tmp_path_factory):
     """Function that makes one run, on photographs or clips.
 
     In this process, and it returns the output folder; with `check=False` in one of its own, and it returns that.
     """
-    cache = tmp_path_factory.mktemp("cache")  # of all runs: what is encoded is not what these tests are about
+    cache = shared_folder / "cache"  # of all runs: what is encoded is not what these tests are about
 
     def run(family, *flags, output_dir=None, dataset=None, model=None, only=(), check=True):
         output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"

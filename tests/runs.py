@@ -73,20 +73,9 @@ def _freeze_imports():
     gc.freeze()
 
 
-# Flags that say nothing about the memory of a step.
-_WITHOUT_WEIGHT = (
-    "output_dir",
-    "cache_dir",
-    "dataset_path",
-    "dataset_metadata",
-    "dataset_repeat",
-    "config",
-    "dry_run",
-)
-_WITHOUT_WEIGHT += ("seed", "learning_rate", "lr_scheduler", "lr_warmup_steps", "max_train_steps", "num_train_epochs")
-_WITHOUT_WEIGHT += ("resume_from_checkpoint", "checkpointing_steps", "checkpoints_total_limit", "logging_steps")
-_WITHOUT_WEIGHT += ("validation_prompt", "validation_image", "validation_steps", "validation_split", "report_to")
-_WITHOUT_WEIGHT += ("validation_seed", "num_inference_steps", "negative_prompt", "guidance_scale", "caption_dropout")
+# The flags on which the memory of a step depends, the plan apart.
+_OF_A_STEP = ("pretrained_model_name_or_path", "revision", "transformer_path", "task", "expert", "training_mode")
+_OF_A_STEP += ("lora_rank", "lora_dropout", "mixed_precision", "loss_weighting", "train_batch_size")
 _remembered = {}
 
 
@@ -111,7 +100,7 @@ def _forecasts_are_remembered():
         return remember(repr((model, used, self.launch.device_type)), lambda: encode(self, record))
 
     def remembered_profile(self):
-        flags = {name: value for name, value in vars(self.args).items() if name not in _WITHOUT_WEIGHT}
+        flags = [getattr(self.args, name, None) for name in _OF_A_STEP]
         batch = self._heaviest, len(set(self.caption_tokens.values())), offload.MIN_PARKED_BYTES
         return remember(repr((flags, self.names, batch, self.launch.device_type)), lambda: profile(self))
 
