@@ -23,7 +23,7 @@ def script():
 
 
 @pytest.fixture(scope="session")
-def fork_server(tmp_path_factory):
+def fork_server(tmp_path_factory, shared_folder):
     """A `runs.ForkServer`, for all other tests that launch the command line."""
     server = runs.ForkServer(tmp_path_factory.mktemp("logs"))
     yield server
@@ -75,12 +75,13 @@ def on_two_ranks(tmp_path):
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def shared_folder(tmp_path_factory):
-    """Folder that all workers of this session have in common."""
+    """Folder that all workers of this session have in common, with the forecasts that runs remember."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shared"
-    folder.mkdir(exist_ok=True)
+    (folder / "forecasts").mkdir(parents=True, exist_ok=True)
+    os.environ["FORECASTS"] = str(folder / "forecasts")
     return folder
 
 

@@ -22,9 +22,11 @@ from diffusers import QwenImagePipeline, WanPipeline  # noqa: F401
 from matplotlib import pyplot  # noqa: F401
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, UMT5EncoderModel  # noqa: F401
 
+import dataset.videos  # noqa: F401
 import train_qwen_image  # noqa: F401
 import train_wan_video  # noqa: F401
 from blockwise import offload
+from tests import runs
 
 
 def become(request):
@@ -62,5 +64,6 @@ for line in sys.stdin:
         print(pid, flush=True)
     else:
         become(request)
-        runpy.run_path(request["script"], run_name="__main__")
+        with runs.forecasts_are_remembered():
+            runpy.run_path(request["script"], run_name="__main__")
         break

@@ -4,11 +4,13 @@ import collections
 import contextlib
 import functools
 import gc
+import hashlib
 import importlib
 import itertools
 import json
 import os
 import pathlib
+import pickle
 import re
 import signal
 import socket
@@ -62,7 +64,7 @@ def run_here(family, argv, *, figures=False):
 
     main = entry_of(family).main
     _freeze_imports()
-    with MemoryLog() as log, _forecasts_are_remembered(), contextlib.nullcontext() if figures else _without_figures():
+    with MemoryLog() as log, forecasts_are_remembered(), contextlib.nullcontext() if figures else _without_figures():
         return main(parse(family, argv), log)
 
 
@@ -79,19 +81,26 @@ _OF_A_STEP += ("lora_rank", "lora_dropout", "mixed_precision", "loss_weighting",
 _remembered = {}
 
 
-def _forecasts_are_remembered():
-    """Context in which a forecast takes from earlier runs of this process what it has found out of the same step.
+def forecasts_are_remembered():
+    """Context in which a forecast takes what any run of this session has found out of the same step.
 
     Most of the time of a tiny run would go into that; forecasts have tests of their own, which are made without this.
     """
     from blockwise import offload
+    from blockwise.estimate import StepProfile
     from training.forecast import RunForecast
 
     encode, profile = RunForecast._encode, vars(RunForecast)["profile"].func
 
     def remember(key, make):
+        file = pathlib.Path(os.environ["FORECASTS"]) / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.pickle"
+        if key not in _remembered and file.exists():
+            _remembered[key] = pickle.loads(file.read_bytes())
         if key not in _remembered:
             _remembered[key] = make()
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_bytes(pickle.dumps(_remembered[key]))
+            part.replace(file)
         return _remembered[key]
 
     def remembered_encode(self, record):
@@ -99,10 +108,31 @@ def _forecasts_are_remembered():
         used = record["used"]["size"], record["used"]["frames"], max(self.caption_tokens.values())
         return remember(repr((model, used, self.launch.device_type)), lambda: encode(self, record))
 
+    class Known(StepProfile):
+        def __init__(self, forecast, numbers):
+            self.forecast = forecast
+            vars(self).update(numbers)
+
+        def __getattr__(self, name):  # what is asked for in addition is found out
+            return getattr(profile(self.forecast), name)
+
+    def numbers(forecast, recomputes, by_budget):
+        found = profile(forecast)
+        _ = found.inference_bytes, found._record(False)
+        if recomputes:
+            found._record(True)
+        if by_budget:
+            _ = found._flops
+        return {name: value for name, value in vars(found).items() if name not in ("_model", "_make_step")}
+
     def remembered_profile(self):
-        flags = [getattr(self.args, name, None) for name in _OF_A_STEP]
+        args, by_budget = self.args, self.args.memory_budget is not None
+        recomputes = args.use_gradient_checkpointing or args.use_gradient_checkpointing_offload
+        asked = bool(recomputes or args.dry_run or by_budget), by_budget
+        flags = [getattr(args, name, None) for name in _OF_A_STEP]
         batch = self._heaviest, len(set(self.caption_tokens.values())), offload.MIN_PARKED_BYTES
-        return remember(repr((flags, self.names, batch, self.launch.device_type)), lambda: profile(self))
+        key = repr((asked, flags, self.names, batch, self.launch.device_type))
+        return Known(self, remember(key, lambda: numbers(self, *asked)))
 
     return mock.patch.multiple(RunForecast, _encode=remembered_encode, profile=property(remembered_profile))
 
