@@ -84,7 +84,7 @@ _remembered = {}
 def forecasts_are_remembered():
     """Context in which a forecast takes what any run of this session has found out of the same step.
 
-    Most of the time of a tiny run would go into that; forecasts have tests of their own, which are made without this.
+    Most of the time of a tiny run would go into that. Runs of which forecasts are compared are made without this.
     """
     from blockwise import offload
     from blockwise.estimate import StepProfile
@@ -103,10 +103,10 @@ def forecasts_are_remembered():
             part.replace(file)
         return _remembered[key]
 
-    def remembered_encode(self, record):
+    def remembered_encode(self, size, *phases):
         model = [getattr(self.args, name, None) for name in ("pretrained_model_name_or_path", "revision", "task")]
-        used = record["used"]["size"], record["used"]["frames"], max(self.caption_tokens.values())
-        return remember(repr((model, used, self.launch.device_type)), lambda: encode(self, record))
+        key = model, size, phases, max(self.caption_tokens.values()), self.launch.device_type
+        return remember(repr(key), lambda: encode(self, size, *phases))
 
     class Known(StepProfile):
         def __init__(self, forecast, numbers):

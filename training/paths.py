@@ -3,18 +3,17 @@
 import fnmatch
 import itertools
 import os
+import pathlib
 
 from runtime.errors import RefusedError
 from runtime.hub import fetched_folder, is_hub_id, why_not_on_hub
+from training.export import LORA_FILE
 
 
-# What a run writes, replaces or deletes at the top of its output folder.
+# What a run writes, replaces or deletes at the top of its output folder, and of its cache.
 _RUN_FILES = ("checkpoint-*", "validation", "blockwise", "wandb", "README.md", "run.json", "dataset.jsonl")
 _RUN_FILES += ("dry_run.json", "metrics.jsonl", "metrics.png", "memory.png", "contact_sheet.png", "wandb_run_id.txt")
-_RESULTS = {
-    "full": ("transformer", "transformer_2"),
-    "lora": ("pytorch_lora_weights.safetensors", "high_noise", "low_noise"),
-}
+_RUN_FILES += ("transformer", "transformer_2", LORA_FILE, "high_noise", "low_noise")
 _CACHE_ENTRIES = ("captions", "media", "index-*.jsonl")
 
 
@@ -65,36 +64,24 @@ def _check_folders(args, read):
         args (`argparse.Namespace`)
         read (`list[tuple[str, str]]`): Settings and paths of what the run reads.
     """
-    output, cache = ("--output_dir", args.output_dir), ("--cache_dir", args.cache_dir)
+    written = {("--output_dir", args.output_dir): _RUN_FILES, ("--cache_dir", args.cache_dir): _CACHE_ENTRIES}
     walked = [entry for entry in read if "_metadata" not in entry[0] and "lora_init" not in entry[0]]
-    if args.resume_from_checkpoint not in (None, "latest"):
-        walked.append(("--resume_from_checkpoint", args.resume_from_checkpoint))
-    for (setting, place), (other, folder) in itertools.product((output, cache), walked):
+    for (setting, place), (other, folder) in itertools.product(written, walked):
         parts = _parts_inside(place, folder)
-        if parts == [] and other == "--resume_from_checkpoint":
-            continue  # it is no checkpoint, which is refused later
         # Names with a leading dot are never read.
         if parts is not None and not any(part.startswith(".") for part in parts):
             found = f"{setting} {place} {'lies in' if parts else 'is'} {other} {folder}"
             raise RefusedError(f"{found}: the next run would read the files of this one; give a folder outside of it.")
-    for setting, path in [*read, cache]:
-        parts = _parts_inside(path, args.output_dir)
-        name = _matching(parts, (*_RUN_FILES, *_RESULTS[args.training_mode]))
-        if name or (parts == [] and setting == "--lora_init_path"):
-            found = f"{setting} {path} would be replaced or deleted by the run, which writes its own {name or 'LoRA'}"
-            raise RefusedError(f"{found} to --output_dir {args.output_dir}; give another of the two.")
-    for setting, path in [*read, output]:
-        if _matching(_parts_inside(path, args.cache_dir), _CACHE_ENTRIES):
-            found = f"{setting} {path} lies among the entries of --cache_dir {args.cache_dir}"
-            raise RefusedError(f"{found}; give another of the two.")
+    for (setting, path), (other, folder) in itertools.product([*read, *written], written):
+        if setting == "--lora_init_path" and os.path.isdir(path):
+            path = os.path.join(path, LORA_FILE)
+        parts = _parts_inside(path, folder)
+        if parts and any(fnmatch.fnmatchcase(parts[0], pattern) for pattern in written[other, folder]):
+            found = f"{setting} {path} would be replaced or deleted by the run, which writes its own {parts[0]}"
+            raise RefusedError(f"{found} to {other} {folder}; give another of the two.")
 
 
 def _parts_inside(path, folder):
-    """Return the names on the way from a folder to a path, [] if they are the same, None if it is not inside."""
-    parts = os.path.relpath(os.path.realpath(path), os.path.realpath(folder)).split(os.sep)
-    return None if parts[0] == ".." else [part for part in parts if part != "."]
-
-
-def _matching(parts, patterns):
-    """Return the first of `parts` if one of the patterns matches it, otherwise None."""
-    return next((parts[0] for pattern in patterns if parts and fnmatch.fnmatchcase(parts[0], pattern)), None)
+    """Return the names on the way from a folder to a path, () if they are the same, None if it is not inside."""
+    path, folder = pathlib.Path(path).resolve(), pathlib.Path(folder).resolve()
+    return path.relative_to(folder).parts if path.is_relative_to(folder) else None

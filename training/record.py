@@ -14,7 +14,6 @@ from dataset.cache import installed_versions
 from dataset.report import describe_data
 from runtime.files import whole_file, write_json_lines, write_text
 from runtime.processes import on_main_process
-from training.checkpoints import list_checkpoints
 from training.drawing import draw_metrics
 from training.forecast import check_fits, compare_forecast, describe_disk, describe_forecast
 from training.metrics import METRICS_FILE, read_metrics
@@ -62,7 +61,6 @@ class RunRecord:
             on_main_process(accelerator, lambda: write_json_lines(self.output_dir / "dataset.jsonl", records))
         on_main_process(accelerator, self._write)
         count = sum(math.prod(shape) for shape, _ in forecast.parameters.values())
-        num_steps = data.batches.last_step * len(forecast.family.stages)
         how = {"num_tokens": num_tokens, "cache_bytes": forecast.cache_bytes}
         for line in (
             f"{len(forecast.parameters)} tensors with {count:,} parameters are trained, in fp32",
@@ -70,7 +68,7 @@ class RunRecord:
             data.batches.describe(),
             *plan.describe(),
             *describe_forecast(self.content["forecast"]),
-            describe_disk(forecast, num_steps, len(list_checkpoints(self.output_dir))),
+            describe_disk(forecast),
         ):
             accelerator.print(line)
         accelerator.print(check_fits(forecast, plan))

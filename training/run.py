@@ -197,7 +197,6 @@ class Run:
             *(args, Launch.of(args, self.accelerator), family, self.names, self.optimizer),
             *(records, self.batches.samples_by_size, tokens, to_encode, held_out),
             previews=validation.preview_size(args, self.items) if args.validation_prompt else None,
-            preview_transformers=1 + (family.stages[0].other is not None),
         )
         self.plan = plan_memory(args, self.forecast)
 
@@ -206,7 +205,8 @@ class Run:
         family, args = self.family, self.args
         if not args.dry_run:
             with refuse_unreadable_model(args):
-                self.digests = family.fetch_weights(self.reads, self.digests)
+                fetch = partial(family.fetch_weights, self.reads, self.digests)
+                self.digests = agreed(self.accelerator, fetch, dict)
         digests, trained = dict(self.digests), [stage.subfolder for stage in family.stages]
         for stage in family.stages if args.training_mode == "lora" else ():
             lora_init.check_base_of_lora(args, stage, digests.get(stage.subfolder))

@@ -1,8 +1,11 @@
 """What a run is forecast to need: against the real parts, against arithmetic by hand, and through the command line."""
 
+import copy
 import dataclasses
+import functools
 import json
 import math
+import pathlib
 import shutil
 import types
 
@@ -11,16 +14,16 @@ import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 
 import train_qwen_image
-import train_wan_video
-from benchmarks import forecasts as benchmark
 from blockwise import offload
+from blockwise.estimate import StepProfile
 from blockwise.log import MemoryLog
 from blockwise.plan import MemoryPlan
 from pipelines import qwen_image, wan_video
 from runtime.errors import RefusedError
+from tests import runs
 from training import forecast as forecasting
 from training.arguments import parse_args
-from training.forecast import Launch, check_fits, compare_forecast, describe_forecast
+from training.forecast import Launch, RunForecast, check_fits, compare_forecast, describe_forecast
 from training.module import find_lora_targets, make_trainable, parameters_to_train, trainable_parameters
 
 
@@ -32,6 +35,27 @@ FAMILIES = ["qwen_image", "wan_t2v", "wan_i2v", "wan_flf2v", "wan_ti2v", "wan_t2
 def no_limit_is_left():
     yield
     offload.set_limit(None)
+
+
+I2V = ["--task", "i2v"]
+FULL_BF16 = ["--training_mode", "full", "--mixed_precision", "bf16"]
+
+
+def num_trained(made):
+    return sum(math.prod(shape) for shape, _ in made.parameters.values())
+
+
+def on(made, strategy, num_processes):
+    """Return a copy of a forecast, as of a launch of several processes."""
+    made = copy.copy(made)
+    made.launch = Launch("cuda", num_processes, strategy=strategy, zero_bucket_bytes=1000)
+    return made
+
+
+def held_by(made):
+    """Return what a process holds all the time, other than its batch."""
+    held, _ = made._held()
+    return sum(held.values()) - held["batch"]
 
 
 def family_of(name, model):
@@ -104,107 +128,104 @@ def test_encoders_give_samples_of_the_shapes_that_they_are_said_to_give(family, 
 # ---------------------------------------------------------------- the command, without running it
 
 
-@pytest.fixture
-def command(tmp_path, tiny_model, photos, clips, monkeypatch):
-    """Function that makes a dry run in this process; returns run.json and what it printed."""
+@pytest.fixture(autouse=True)
+def found_out_once():
+    """What does not depend on what a test is about is found out once for all of them, as in other tests of runs."""
+    with runs.forecasts_are_remembered():
+        yield
 
-    def run(family, *flags, model=None, refused=False, capsys=None):
-        script = train_qwen_image if family == "qwen_image" else train_wan_video
-        data = photos if family == "qwen_image" else clips
-        argv = ["--pretrained_model_name_or_path", str(model or tiny_model(family)), "--dataset_path", str(data)]
-        argv += ["--output_dir", str(tmp_path / "out"), "--max_train_steps", "2", "--mixed_precision", "no"]
-        argv += ["--height", "64", "--width", "64"]
-        argv += ["--num_frames", "9"] if family != "qwen_image" else []
-        options = {"description": None, "values": script.VALUES, "resolve": family == "qwen_image"}
-        args = parse_args([*argv, *flags, "--dry_run"], **options)
-        script.main(args, MemoryLog())
-        return json.loads((tmp_path / "out" / "run.json").read_text())
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory, tiny_model, photos, clips):
+    """Function that makes a dry run in this process; returns its `RunForecast`."""
+
+    def run(family, *flags, model=None):
+        data, output_dir = photos if family == "qwen_image" else clips, tmp_path_factory.mktemp("run") / "out"
+        argv = ["--pretrained_model_name_or_path", model or tiny_model(family), "--dataset_path", data, "--dry_run"]
+        argv += ["--output_dir", output_dir, "--max_train_steps", "2", "--height", "64", "--width", "64"]
+        argv += [] if family == "qwen_image" else ["--num_frames", "9"]
+        argv += [] if "--mixed_precision" in flags else ["--mixed_precision", "no"]
+        with MemoryLog() as log:
+            return runs.entry_of(family).main(runs.parse(family, [*argv, *flags]), log)
 
     return run
 
 
-@pytest.fixture
-def forecast(command, monkeypatch):
-    """Function from flags to the `RunForecast` and the `MemoryPlan` of a run."""
+@pytest.fixture(scope="module")
+def forecast(dry_run):
+    """Function from flags to a copy of the `RunForecast` of a run, and its `MemoryPlan`."""
+    known = functools.cache(dry_run)
 
     def make(family, *flags):
-        caught = {}
-        original = forecasting.RunForecast.describe
-
-        def describe(self, plan):
-            caught.update(forecast=self, plan=plan)
-            return original(self, plan)
-
-        with monkeypatch.context() as context:
-            context.setattr(forecasting.RunForecast, "describe", describe)
-            command(family, *flags)
-        return caught["forecast"], caught["plan"]
+        made = copy.copy(known(family, *flags))
+        made.args, made.to_encode = copy.copy(made.args), dict(made.to_encode)
+        return made, MemoryPlan.from_args(made.args, made.family.block_lists)
 
     return make
 
 
-def test_a_dry_run_needs_no_weights_and_writes_what_it_found(command, tiny_model, tmp_path, capsys):
+def written(made):
+    """Return run.json of a dry run."""
+    return json.loads(pathlib.Path(made.args.output_dir, "run.json").read_text())
+
+
+def test_a_dry_run_needs_no_weights_and_writes_what_it_found(dry_run, forecast, tiny_model, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(tiny_model("qwen_image"), model, ignore=shutil.ignore_patterns("*.safetensors*"))
-    without = command("qwen_image", "--use_gradient_checkpointing", model=model)
-    printed = capsys.readouterr().out
-    forecast = without["forecast"]
-    left = sorted(path.name for path in (tmp_path / "out").iterdir())
+    made = dry_run("qwen_image", "--use_gradient_checkpointing", model=model)
+    without, printed = written(made), capsys.readouterr().out
+    found, output_dir = without["forecast"], pathlib.Path(made.args.output_dir)
+    left = sorted(path.name for path in output_dir.iterdir())
     assert left == ["cache", "contact_sheet.png", "dataset.jsonl", "run.json"]
-    assert [path.name for path in (tmp_path / "out" / "cache").iterdir()] == ["index-0.jsonl"], "nothing is encoded"
-    assert forecast["training_peak_bytes"] == sum(forecast["by_category"].values()) > 0
-    assert forecast["phases"]["training"] == forecast["training_peak_bytes"]
-    assert forecast["peak_phase"] == max(forecast["phases"], key=forecast["phases"].get)
-    assert set(forecast["phases"]) == {"text encoder", "VAE", "training", "export"}
-    assert forecast["host_bytes"] > 0 and forecast["device_type"] == "cuda"
+    assert [path.name for path in (output_dir / "cache").iterdir()] == ["index-0.jsonl"], "nothing is encoded"
+    assert found["training_peak_bytes"] == sum(found["by_category"].values()) > 0
+    assert found["phases"]["training"] == found["training_peak_bytes"]
+    assert found["peak_phase"] == max(found["phases"], key=found["phases"].get)
+    assert set(found["phases"]) == {"text encoder", "VAE", "training", "export"}
+    assert found["host_bytes"] > 0 and found["device_type"] == "cuda"
     mode = {"activations": "recompute", "weights": "resident", "units": 1}
     assert without["plan"] == {"transformer_blocks": [mode] * len(without["plan"]["transformer_blocks"])}
     assert "5 of 5 items are used\n bucket (w x h x frames)" in printed
-    assert forecast["by_mode"]["recompute"] == forecast["training_peak_bytes"] < forecast["by_mode"]["keep"]
+    assert found["by_mode"]["recompute"] == found["training_peak_bytes"] < found["by_mode"]["keep"]
     assert "training peak" in printed and "no accelerator is here to compare with" in printed
-    with_weights = command("qwen_image", "--use_gradient_checkpointing")["forecast"]
-    assert with_weights | {"host_bytes": 0} == forecast | {"host_bytes": 0}
+    assert f"disk: {forecasting.format_bytes(made.result_bytes)} for the result, " in printed
+    with_weights = written(forecast("qwen_image", "--use_gradient_checkpointing")[0])["forecast"]
+    assert with_weights | {"host_bytes": 0} == found | {"host_bytes": 0}
 
 
-@pytest.mark.parametrize("family", ["qwen_image", "wan_ti2v"])
-def test_memory_of_the_modes_is_ordered(family, command):
-    task = ["--task", "i2v"] if family == "wan_ti2v" else []
-    peaks = {}
-    for flag in ("", "--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"):
-        peaks[flag] = command(family, *task, *filter(None, [flag]))["forecast"]["training_peak_bytes"]
-    keep, recompute, park = peaks.values()
-    assert keep > recompute >= park
+@pytest.mark.parametrize("family, flags", [("qwen_image", ["--use_gradient_checkpointing"]), ("wan_ti2v", I2V)])
+def test_memory_of_the_modes_is_ordered(family, flags, forecast):
+    peaks = written(forecast(family, *flags)[0])["forecast"]["by_mode"]
+    assert peaks["keep"] > peaks["recompute"] >= peaks["park"]
 
 
-def test_the_base_has_the_dtype_that_is_asked_for(command):
+def test_the_base_has_the_dtype_that_is_asked_for(forecast):
     """In fp32 it is twice as large."""
-    weights = {
-        precision: command("qwen_image", "--mixed_precision", precision)["forecast"]["by_category"]["weights"]
-        for precision in ("no", "bf16")
-    }
-    assert weights["no"] == 2 * weights["bf16"]
+    bf16, _ = forecast("qwen_image", *FULL_BF16)
+    assert forecast("qwen_image")[0]._bytes["weights"] == 2 * bf16._bytes["weights"]
 
 
-def test_a_budget_makes_the_plan(command, monkeypatch):
+def test_a_budget_makes_the_plan(dry_run, forecast):
     flags = ["--train_batch_size", "16"]  # else the VAE is the peak of so small a run
-    kept = command("qwen_image", *flags)["forecast"]["training_peak_bytes"]
-    recomputed = command("qwen_image", *flags, "--use_gradient_checkpointing")["forecast"]["training_peak_bytes"]
-    budget = (kept + recomputed) // 2
-    run = command("qwen_image", *flags, "--memory_budget", f"{budget / 1000}KB")
-    assert run["forecast"]["training_peak_bytes"] <= budget < kept
+    peaks = written(forecast("qwen_image", *flags)[0])["forecast"]["by_mode"]
+    budget = (peaks["keep"] + peaks["recompute"]) // 2
+    run = written(dry_run("qwen_image", *flags, "--memory_budget", f"{budget / 1000}KB"))
+    assert run["forecast"]["training_peak_bytes"] <= budget < peaks["keep"]
     modes = [block["activations"] for block in run["plan"]["transformer_blocks"]]
     assert modes == sorted(modes, key=["park", "recompute", "keep"].index) and set(modes) != {"keep"}
-    plan = command("qwen_image", "--memory_budget", "10GiB")["plan"]["transformer_blocks"]
+    plan = written(dry_run("qwen_image", *flags, "--memory_budget", "10GiB"))["plan"]["transformer_blocks"]
     assert all(block["activations"] == "keep" for block in plan)
 
 
-def test_a_budget_that_cannot_be_met_names_the_smallest_and_what_helps(command):
-    with pytest.raises(
-        RefusedError, match=r"--memory_budget: 0.95 MiB .* smallest that can is \d.*MiB.* help most is"
-    ):
-        command("qwen_image", "--memory_budget", "1MB")
+def test_a_budget_that_cannot_be_met_names_the_smallest_and_what_helps(dry_run, monkeypatch):
+    asked = []
+    monkeypatch.setattr(RunForecast, "suggestions", lambda self, plan: asked.append(plan) or [("--this", 2**20)])
+    said = r"--memory_budget: 0.95 MiB .* smallest that can is \d.*MiB.* help most is --this: 1.00 MiB less"
+    with pytest.raises(RefusedError, match=said):
+        dry_run("qwen_image", "--memory_budget", "1MB")
+    assert len(asked) == 1
     with pytest.raises(RefusedError, match="--memory_budget auto: there is no accelerator here; give a size"):
-        command("qwen_image", "--memory_budget", "auto")
+        dry_run("qwen_image", "--memory_budget", "auto")
 
 
 @pytest.mark.parametrize("device_bytes, says", [((8 * GIB, 80 * GIB), "fits"), ((GIB, 80 * GIB), "tight")])
@@ -215,65 +236,69 @@ def test_the_device_that_is_there(device_bytes, says, forecast):
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_settings_that_save_most(forecast):
-    made, plan = forecast("qwen_image", "--train_batch_size", "4")
+    made, plan = forecast("qwen_image", "--train_batch_size", "4", "--ema", "--validation_prompt", "a cat")
     made.launch = dataclasses.replace(made.launch, device_bytes=(2**20, 2**20))
+    best = made.suggestions(plan, "training")
+    assert [saved for _, saved in best] == sorted((saved for _, saved in best), reverse=True)
+    # The saving that is named is what the forecast of a run with that setting is lower by.
+    recomputed = MemoryPlan.uniform(made.family.block_lists, "recompute")
+    saved = made.phases(plan)["training"] - made.phases(recomputed)["training"]
+    assert dict(best)["--use_gradient_checkpointing"] == saved
+    assert {"--offload_ema", "--train_batch_size 2 --gradient_accumulation_steps 2", "--lora_rank 16"} < set(
+        dict(best)
+    )
+    made.suggestions = lambda plan: best
     with pytest.raises(RefusedError, match="needs .* in the phase .* saves most: --.*; or --.*; or --") as error:
         check_fits(made, plan)
-    best = made.suggestions(plan)
-    assert [saved for _, saved in best] == sorted((saved for _, saved in best), reverse=True)
     assert best[0][0] in str(error.value)
-    # The saving that is named is what the forecast of a run with that setting is lower by.
-    assert dict(best)["--use_gradient_checkpointing"] == max(made.phases(plan).values()) - max(
-        made.phases(MemoryPlan.uniform(made.family.block_lists, "recompute")).values()
-    )
 
 
 def test_categories_by_hand(forecast):
     """A LoRA in fp32: weights as they are, 4 bytes per adapter weight, 8 of AdamW, gradients of 4 at the step."""
-    made, plan = forecast("qwen_image", "--lora_rank", "4", "--use_gradient_checkpointing")
-    count = sum(math.prod(shape) for shape, _ in made.parameters.values())
+    made, plan = forecast("qwen_image", "--use_gradient_checkpointing")
+    count = num_trained(made)
     by_category, _ = made.training(plan)
     assert by_category["adapters"] == 4 * count
     assert by_category["optimizer_state"] == pytest.approx(8 * count, rel=0.01)
     assert by_category["weights"] == sum(p.nbytes for p in made.family.skeleton.parameters())
-    fixed, at_step = made._shares("single", 1)
-    assert at_step == 4 * count and fixed["masters"] == fixed["gradients"] == 0
+    held, at_step = made._held()
+    assert at_step["gradients"] == 4 * count and held["gradients"] == made._bytes["masters"] == 0
 
 
 def test_categories_of_full_training_in_bf16_by_hand(forecast):
     """Weights of 2 bytes, fp32 masters and gradients of 4, AdamW of 8: 18 bytes per weight at the optimizer step."""
-    made, plan = forecast("qwen_image", "--training_mode", "full", "--mixed_precision", "bf16")
-    count = sum(math.prod(shape) for shape, _ in made.parameters.values())
-    by_category, place = made.training(plan)
-    if place == "optimizer step":
-        frozen = sum(p.nbytes for p in made.family.skeleton.parameters()) - 2 * count
-        assert sum(by_category.values()) - by_category["batch"] == pytest.approx(18 * count + frozen, rel=0.01)
-    _, at_step = made._shares("single", 1)
-    assert at_step == 4 * count
-    fixed, _ = made._shares("ddp", 2)
-    assert fixed["gradients"] == 2 * count, "the buckets of DDP"
+    made, plan = forecast("qwen_image", *FULL_BF16)
+    count = num_trained(made)
+    frozen = sum(p.nbytes for p in made.family.skeleton.parameters()) - 2 * count
+    held, at_step = made._held()
+    expected = 18 * count + frozen + at_step["batch"]
+    assert sum(at_step.values()) - at_step["activations"] == pytest.approx(expected, rel=0.01)
+    assert at_step["gradients"] == 4 * count and held["gradients"] == 0
+    held, at_step = on(made, "ddp", 2)._held()
+    assert held["gradients"] == 2 * count, "the buckets of DDP"
+    assert at_step["gradients"] == 6 * count, "and the sums in fp32"
 
 
-@pytest.mark.parametrize("flags", [[], ["--training_mode", "full", "--mixed_precision", "bf16"]])
+@pytest.mark.parametrize("flags", [[], FULL_BF16])
 def test_an_average_takes_four_bytes_per_trained_weight(flags, forecast):
     """On the device, or with --offload_ema on the host; on each process in any case, and in each checkpoint."""
     made, plan = forecast("qwen_image", *flags)
-    count = sum(math.prod(shape) for shape, _ in made.parameters.values())
+    count = num_trained(made)
     without, _ = made.training(plan)
     with_ema, plan = forecast("qwen_image", *flags, "--ema")
     assert with_ema.training(plan)[0] == without | {"ema": 4 * count}
     assert with_ema.checkpoint_bytes - made.checkpoint_bytes == 4 * count
     assert made.checkpoint_bytes == pytest.approx(12 * count, rel=0.01), "fp32 weights and AdamW's two moments"
-    assert with_ema._shares("zero2", 4)[0]["ema"] == 4 * count
-    on_host, plan = forecast("qwen_image", *flags, "--ema", "--offload_ema")
-    assert on_host.training(plan)[0] == without
-    assert ("--offload_ema", 4 * count) in with_ema.suggestions(plan, "training")
+    assert made.result_bytes == (made._bytes["weights"] if flags else 2 * count), "bf16, as --lora_dtype says"
+    assert on(with_ema, "zero2", 4)._held()[0]["ema"] == 4 * count
+    with_ema.args.offload_ema = True
+    assert with_ema.training(plan)[0] == without
 
 
 @pytest.mark.parametrize("family", ["qwen_image", "wan_ti2v", "wan_t2v_a14b"])
 def test_previews_are_a_phase_of_their_own(family, forecast, tiny_model, photos):
     """At least the decoder and its inputs; in addition what is trained, and nothing of a LoRA's base on a GPU."""
-    flags = {"wan_ti2v": ["--task", "i2v"], "wan_t2v_a14b": ["--expert", "both"]}.get(family, [])
+    flags = {"wan_ti2v": I2V, "wan_t2v_a14b": ["--expert", "both"]}.get(family, [])
     previews = [*flags, "--validation_prompt", "a cat", "--width", "512", "--height", "512"]
     previews += ["--validation_image", str(photos / "astronaut.png")] if family == "wan_ti2v" else []
     made, plan = forecast(family, *previews)
@@ -283,8 +308,7 @@ def test_previews_are_a_phase_of_their_own(family, forecast, tiny_model, photos)
     peak, found = made._preview
     frames = 1 if family == "qwen_image" else 9
     assert found == weights and peak > weights + 4 * 3 * frames * 512 * 512
-    held, _ = made._shares("single", 1)
-    held, base = sum(held.values()), held["weights"]
+    held, base = held_by(made), made._bytes["weights"]
     second = base if family == "wan_t2v_a14b" else 0
     sampling = made.profile.inference_bytes + made._batch_bytes
     together = held + second + max(weights + sampling, peak)
@@ -309,30 +333,30 @@ def test_previews_are_a_phase_of_their_own(family, forecast, tiny_model, photos)
 
 
 def test_full_training_of_which_nothing_waits(forecast):
-    made, plan = forecast("qwen_image", "--training_mode", "full", "--validation_prompt", "a cat")
+    made, plan = forecast("qwen_image", *FULL_BF16, "--validation_prompt", "a cat")
     made.launch = dataclasses.replace(made.launch, device_bytes=(0, 80 * GIB))
-    held, _ = made._shares("single", 1)
     sampling = made.profile.inference_bytes + made._batch_bytes
-    assert made.phases(plan)["previews"] == sum(held.values()) + max(sampling, made._preview[0])
+    assert made.phases(plan)["previews"] == held_by(made) + max(sampling, made._preview[0])
 
 
 def test_host_memory_counts_mapped_weights_once(forecast, monkeypatch):
     """What each process has for itself as often as there are processes: batches, what is parked, its own pages."""
-    made, plan = forecast("qwen_image", "--use_gradient_checkpointing_offload")
+    made, plan = forecast("qwen_image", "--use_gradient_checkpointing")
     memory = types.SimpleNamespace(rss=1000, shared=300)
     monkeypatch.setattr(forecasting.psutil, "Process", lambda: types.SimpleNamespace(memory_info=lambda: memory))
     ahead = made._batch_bytes * (2 * made.args.dataloader_num_workers + 1)
-    read = max([made._bytes["weights"], *made._encoded[1].values()])
+    read = max([made._bytes["weights"], *(weights for _, weights, _ in made._encoded.values())])
     for n in (1, 8):
         made.launch = dataclasses.replace(made.launch, num_local_processes=n)
         assert made.host_bytes(plan) == 300 + n * (700 + ahead) + read
-    monkeypatch.setattr(made.profile, "parked_bytes", lambda modes: read)
+    monkeypatch.setattr(StepProfile, "parked_bytes", lambda profile, plan: read)
     assert made.host_bytes(plan) == 300 + 8 * (700 + ahead) + 8 * read
 
 
 def test_host_memory_of_a_cpu_counts_each_part_of_previews_once(forecast, monkeypatch):
     """They are there from the start, and are in the phase of previews already."""
-    made, plan = forecast("wan_t2v_a14b", "--expert", "high_noise", "--validation_prompt", "a cat")
+    flags = ["--expert", "both", "--validation_prompt", "a cat", "--width", "512", "--height", "512"]
+    made, plan = forecast("wan_t2v_a14b", *flags)
     made.launch = dataclasses.replace(made.launch, device_type="cpu")
     made.to_encode = {"text encoder": {}, "VAE": {}}  # or it would be the most
     memory = types.SimpleNamespace(rss=0)
@@ -342,106 +366,66 @@ def test_host_memory_of_a_cpu_counts_each_part_of_previews_once(forecast, monkey
     assert made.host_bytes(plan) == most + made._batch_bytes * (2 * made.args.dataloader_num_workers + 1)
 
 
-def test_disk_that_a_run_takes(forecast, caplog, tmp_path):
-    made, _ = forecast("qwen_image", "--checkpointing_steps", "2")
-    assert "for 5 at a time" in forecasting.describe_disk(made, 10, 0) and "another folder" not in caplog.text
-    made.args.checkpoints_total_limit = 2
-    assert "for 3 at a time" in forecasting.describe_disk(made, 10, 0)
-    assert "checkpoint" not in forecasting.describe_disk(made, 1, 0), "there will be none"
-    adapters = sum(math.prod(shape) for shape, _ in made.parameters.values())
-    assert made.result_bytes == 2 * adapters, "bf16, as --lora_dtype says"
-    made._bytes["optimizer_state"] = 2**60
-    forecasting.describe_disk(made, 10, 3)
-    assert "another folder" not in caplog.text, "all that there will be is there already"
-    forecasting.describe_disk(made, 10, 2)
-    assert "set --checkpoints_total_limit, or give another folder" in caplog.text
-
-
 def test_shares_of_several_processes_by_hand(forecast):
     made, _ = forecast("qwen_image")
-    whole, _ = made._shares("single", 1)
-    adapters = whole["adapters"]
-    for strategy in ("zero2", "zero3", "fsdp2"):
-        fixed, _ = made._shares(strategy, 4)
-        assert fixed["optimizer_state"] == whole["optimizer_state"] // 4
-        bucket = 0 if strategy == "fsdp2" else made.launch.zero_bucket_bytes
-        assert fixed["gradients"] == adapters // 4 + bucket
-        if strategy == "zero2":
-            assert fixed["weights"] == whole["weights"] and fixed["adapters"] == adapters
-        else:
-            blocks = made.family.skeleton.transformer_blocks
-            gathered = 2 * max(sum(p.nbytes for p in block.parameters()) for block in blocks)
-            assert fixed["weights"] == whole["weights"] // 4 + gathered and fixed["adapters"] == adapters // 4
+    whole = made._bytes
+    held, at_step = on(made, "zero2", 4)._held()
+    assert held["optimizer_state"] == whole["optimizer_state"] // 4 + whole["adapters"] // 4, "and fp32 copies"
+    assert held["gradients"] == at_step["gradients"] == whole["adapters"] // 4 + 1000
+    assert held["weights"] == whole["weights"] and held["adapters"] == whole["adapters"]
     assert Launch("cuda").strategy == "single"
 
 
-def test_shares_of_eight_processes_of_a_real_model():
-    """Qwen-Image, full, AdamW, at 1024x1024, in GiB: the whole gradient is nowhere.
-
-    By hand: 20.43e9 weights in bf16, their gradients in fp32, masters and two moments are 18 bytes each, of which an
-    eighth is 42.8; two whole blocks are 1.3, what a step has alive in addition 2.0. ZeRO-3 has a bucket of 1.9 too.
-    """
-    made = benchmark.dry_run("Qwen-Image", benchmark.QWEN_1024, "full", "--optimizer", "adamw")
-    plan = MemoryPlan.uniform({"transformer_blocks": 60}, "recompute")
-    found = {name: num_bytes / GIB for name, num_bytes in made.describe(plan)["per_process"].items()}
-    assert found["zero3"] == pytest.approx(48.0, rel=0.003) and found["fsdp2"] == pytest.approx(46.1, rel=0.003)
-    # DDP has its buckets in bf16 all the time, and at the optimizer step sums in fp32.
-    single = sum(made.training(plan)[0].values()) / GIB
-    assert found["ddp"] - single == pytest.approx(2 * 20.43e9 / GIB, rel=0.01)
-    # It is the same whether eight processes are thought of or there.
-    made.launch = dataclasses.replace(made.launch, strategy="ddp", num_processes=8)
-    assert made.describe(plan)["training_peak_bytes"] / GIB == found["ddp"]
-
-
 @pytest.mark.parametrize("accumulation, factor", [(1, 2), (2, 0), (3, 1)])
-@pytest.mark.parametrize("precision, size", [("bf16", 2), ("no", 4)])
-def test_gradients_of_micro_batches_by_hand(precision, size, accumulation, factor, forecast):
+@pytest.mark.parametrize("flags, size", [(FULL_BF16, 2), ([], 4)])
+def test_gradients_of_micro_batches_by_hand(flags, size, accumulation, factor, forecast):
     """Their sums, in fp32, are there all the time, with DDP and its buckets; those of bf16 come on top of both."""
-    flags = ["--mixed_precision", precision, "--gradient_accumulation_steps", str(accumulation)]
-    made, _ = forecast("qwen_image", "--training_mode", "full", *flags)
-    count = sum(math.prod(shape) for shape, _ in made.parameters.values())
+    made, _ = forecast("qwen_image", *flags)
+    made.args.gradient_accumulation_steps = accumulation
+    count = num_trained(made)
     sums = 4 * count if accumulation > 1 else 0
-    assert made._shares("single", 1)[0]["gradients"] == sums
-    fixed, at_step = made._shares("ddp", 2)
-    assert fixed["gradients"] == size * count + sums and at_step == {"bf16": 6, "no": 4}[precision] * count
-    assert made._gradient_factor("ddp") == (factor if precision == "bf16" else 0)
-    assert made._gradient_factor("single") == (0 if precision == "no" and accumulation > 1 else 1)
+    assert made._held()[0]["gradients"] == sums
+    assert made._gradient_factor == (0 if size == 4 and accumulation > 1 else 1)
+    made = on(made, "ddp", 2)
+    held, at_step = made._held()
+    assert held["gradients"] == size * count + sums and at_step["gradients"] == {2: 6, 4: 4}[size] * count
+    assert made._gradient_factor == (factor if size == 2 else 0)
 
 
-def test_what_is_parked_is_limited_by_the_flag_or_by_the_free_memory_of_the_host(command, monkeypatch):
+def test_what_is_parked_is_limited_by_the_flag_or_by_the_free_memory_of_the_host(forecast, monkeypatch):
     limits = []
     monkeypatch.setattr(offload, "set_limit", limits.append)
-    command("qwen_image", "--use_gradient_checkpointing_offload", "--offload_buffer_size", "3MB")
-    command("qwen_image", "--use_gradient_checkpointing_offload")
-    assert limits[0] == 3_000_000 and 2**20 < limits[1] < 2**45
+    made, _ = forecast("qwen_image", "--use_gradient_checkpointing")
+    forecasting.plan_memory(made.args, made)
+    made.args.offload_buffer_size = 3_000_000
+    forecasting.plan_memory(made.args, made)
+    assert 2**20 < limits[0] < 2**45 and limits[1] == 3_000_000
 
 
 @pytest.mark.parametrize("flag", ["--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"])
-def test_a_budget_and_manual_flags_exclude_each_other(flag, command):
+def test_a_budget_and_manual_flags_exclude_each_other(flag, dry_run):
     with pytest.raises(RefusedError, match=f"Give {flag}, or --memory_budget, not both"):
-        command("qwen_image", "--memory_budget", "1GiB", flag)
+        dry_run("qwen_image", "--memory_budget", "1GiB", flag)
     with pytest.raises(RefusedError, match="--checkpoint_blocks, or --memory_budget, not both"):
-        command("qwen_image", "--memory_budget", "1GiB", "--checkpoint_blocks", "2")
+        dry_run("qwen_image", "--memory_budget", "1GiB", "--checkpoint_blocks", "2")
 
 
 @pytest.mark.parametrize("text", ["12", "lots", "-1GiB"])
-def test_budgets_have_units(text, command):
+def test_budgets_have_units(text, dry_run):
     with pytest.raises(RefusedError, match=f"--memory_budget is '{text}'; allowed is auto, or a size with its unit"):
-        command("qwen_image", f"--memory_budget={text}")
+        dry_run("qwen_image", f"--memory_budget={text}")
 
 
 def test_the_tables_are_for_a_person():
-    """A forecast that is far off is so many times too high, and other numbers of processes are for those who plan."""
     forecast = {"num_processes": 1, "device_type": "cpu", "strategy": "single", "training_peak_place": "block 0"}
     forecast |= {"by_category": {"weights": 2**30, "activations": 476 * 2**20, "ema": 0}, "peak_phase": "training"}
-    forecast |= {"phases": {"training": 2**30}, "per_process": {"num_processes": 8, "ddp": 1, "fsdp2": 1}}
+    forecast |= {"phases": {"training": 2**30}, "by_mode": {}}
     forecast |= dict.fromkeys(("training_peak_bytes", "parked_bytes", "host_bytes"), 2**30)
     measured = {"by_category": {"weights": 2**31, "activations": 10 * 2**20}}
     measured |= {"training_peak_bytes": 2**29 + 1, "parked_bytes": None, "host_bytes": 2**28}
     lines = compare_forecast(forecast, measured)[1:]
-    assert [line.split()[-1] for line in lines[:1]] == ["-50.0%"] and lines[3].split()[-1] == "-"
-    assert [" ".join(line.split()[-2:]) for line in lines[1:5:3]] == ["48 times", "4 times"]
-    assert lines[2].startswith("training peak ") and lines[2].endswith("+100.0%")
-    assert not any("8 processes" in line for line in describe_forecast(forecast))
-    assert any("8 processes" in line for line in describe_forecast(forecast | {"by_mode": {}}))
-    assert any("8 processes" in line for line in describe_forecast(forecast | {"num_processes": 8}))
+    assert [line.split()[-1] for line in lines] == ["-50.0%", "+4660.0%", "+100.0%", "-", "+300.0%"]
+    assert lines[2].startswith("training peak ") and not any(line.startswith("ema") for line in lines)
+    assert not any("in one mode" in line for line in describe_forecast(forecast))
+    by_mode = forecast | {"by_mode": {"keep": 2**30}}
+    assert "  training peak with all blocks in one mode: keep 1.00 GiB" in describe_forecast(by_mode)

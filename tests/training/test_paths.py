@@ -65,7 +65,6 @@ FULL = ["--training_mode", "full"]
         ([], {"output_dir": "runs/1", "resume_from_checkpoint": "runs/1/checkpoint-3"}),
         ([], {"output_dir": "runs/1", "resume_from_checkpoint": "checkpoint-3"}),
         ([], {"transformer_path": "runs/1/transformer"}),
-        ([], {"transformer_path": "runs/1/transformer", "output_dir": "runs/1"}),  # which a LoRA leaves as it is
         ([], {"lora_init_path": "runs/1", "output_dir": "runs/1/more"}),
         ([], {"lora_init_path": f"runs/1/{LORA_FILE}"}),
         ([], {"dataset_path": "runs/1/validation"}),
@@ -96,11 +95,6 @@ def test_layouts_that_work(flags, settings, check):
             {"transformer_path": "runs/1/transformer", "output_dir": "runs/1/transformer"},
             "--output_dir runs/1/transformer is --transformer_path runs/1/transformer",
         ),
-        (
-            [],
-            {"resume_from_checkpoint": "runs/1/checkpoint-3", "output_dir": "runs/1/checkpoint-3/out"},
-            "--output_dir runs/1/checkpoint-3/out lies in --resume_from_checkpoint runs/1/checkpoint-3",
-        ),
         # What the run itself replaces.
         (
             FULL,
@@ -108,7 +102,11 @@ def test_layouts_that_work(flags, settings, check):
             "--transformer_path runs/1/transformer would be replaced or deleted by the run, which writes its own "
             "transformer to --output_dir runs/1",
         ),
-        ([], {"lora_init_path": "runs/1", "output_dir": "runs/1"}, "--lora_init_path runs/1 would be replaced"),
+        (
+            [],
+            {"lora_init_path": "runs/1", "output_dir": "runs/1"},
+            f"runs/1/{LORA_FILE} would be replaced",
+        ),
         ([], {"lora_init_path": f"runs/1/{LORA_FILE}", "output_dir": "runs/1"}, f"own {LORA_FILE} to --output_dir"),
         ([], {"dataset_metadata": "runs/1/dataset.jsonl", "output_dir": "runs/1"}, "its own dataset.jsonl"),
         (
@@ -126,7 +124,7 @@ def test_layouts_that_work(flags, settings, check):
         (
             [],
             {"cache_dir": "runs", "output_dir": "runs/media/x"},
-            "runs/media/x lies among the entries of --cache_dir runs",
+            "--output_dir runs/media/x would be replaced or deleted by the run, which writes its own media to",
         ),
     ],
 )
