@@ -201,8 +201,11 @@ def test_memory_of_the_modes_is_ordered(family, flags, forecast):
 
 def test_the_base_has_the_dtype_that_is_asked_for(forecast):
     """In fp32 it is twice as large."""
-    bf16, _ = forecast("qwen_image", *FULL_BF16)
-    assert forecast("qwen_image")[0]._bytes["weights"] == 2 * bf16._bytes["weights"]
+    weights = {
+        precision: forecast("qwen_image", "--mixed_precision", precision)[0]._bytes["weights"]
+        for precision in ("no", "bf16")
+    }
+    assert weights["no"] == 2 * weights["bf16"]
 
 
 def test_a_budget_makes_the_plan(dry_run, forecast):
