@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
 
 # Machines may have the same thing at different places: what is there is compared when it is read.
-_PLACES = {"datasets", *(name for name, flag in ROWS.items() if flag.kind is PATH)}
+_PLACES = {"datasets", *(name for name, flag in ROWS.items() if flag.kind in (PATH, PATHS))}
 
 
 @contextlib.contextmanager
