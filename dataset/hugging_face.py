@@ -62,8 +62,8 @@ def load(name, folder, files):
     try:
         data = read(folder if files else name)
     except Exception as error:  # the library, the hub and pyarrow each have their own, without a common base
-        absent = "" if files else "is not a folder here and "
-        raise RefusedError(f"{name} {absent}cannot be loaded as a Hugging Face dataset: {error}") from error
+        what = name if files else f"{name} is not a folder here, and"
+        raise RefusedError(f"{what} cannot be loaded as a Hugging Face dataset: {error}") from error
     splits = data if isinstance(data, dict) else {"train": data}
     if "train" not in splits and len(splits) != 1:
         raise RefusedError(f"{name} has no split 'train'. Splits found: {', '.join(splits) or 'none'}.")

@@ -34,8 +34,8 @@ VIDEO_SUFFIXES = _suffixes(
     "264 265 3g2 3gp 3gpp asf avc avi divx f4v flv gif h264 h265 hevc ismv m1v m2p m2t m2ts m2v m4v mj2 mk3d mkv mov "
     "mp4 mp4v mpe mpeg mpg mpv mts ogv qt tod trp ts vob webm wmv xvid"
 )
-# And of what people take for images, and is read only where the file is something else than it is called.
-FOREIGN_IMAGE_SUFFIXES = _suffixes(
+# Also of what people take for images, and is read only where the file is something else than it is called.
+KNOWN_IMAGE_SUFFIXES = IMAGE_SUFFIXES + _suffixes(
     "3fr ai arw bpg cr2 cr3 crw dcr dds dng emf eps erf exr fff hdr heic heics heif hif icns ico iiq jls jxl jxr kdc "
     "mef mos mrw nef nrw orf pcx pdf pef psb psd qoi raf raw rw2 rwl sgi sr2 srf srw svg svgz tga wdp wmf x3f xcf"
 )
@@ -98,8 +98,7 @@ def read_datasets(args, **kind):
         where = {"dataset_metadata": metadata, "columns": dict(zip(("media", "caption"), columns, strict=True))}
         own = read_rows(path, **where, allow_missing_captions=args.allow_missing_captions, **kind)
         names.append(os.path.basename(os.path.normpath(path)))
-        number = names.count(names[-1])
-        name = names[-1] + (f"#{number}" if number > 1 else "")
+        name = f"{names[-1]}#{names.count(names[-1])}".removesuffix("#1")
         for row in own:
             if args.datasets is not None:
                 row = replace(row, id=f"{name}/{row.id}", origin=f"{name}: {row.origin}")
@@ -189,8 +188,7 @@ def read_rows(
 
 def frame_names(folder):
     """Returns the names of the images in a folder of frames, in no order, also of those that cannot be read."""
-    suffixes = (*IMAGE_SUFFIXES, *FOREIGN_IMAGE_SUFFIXES)
-    return [name for name in os.listdir(folder) if not name.startswith(".") and _suffix(name) in suffixes]
+    return [name for name in os.listdir(folder) if not name.startswith(".") and _suffix(name) in KNOWN_IMAGE_SUFFIXES]
 
 
 def _report(name, what, lines, log=logger.warning):
@@ -214,11 +212,9 @@ def _judge_captions(rows, name, allow_missing_captions):
             without[kind].append(f"{row.origin}: caption {kind}")
             problem = None if allow_missing_captions else f"caption {kind}"
         judged.append(replace(row, caption=caption, problem=row.problem or problem))
-    counts = [f"{sum(bool(row.caption) for row in judged)} found"]
-    counts += [f"{len(lines)} {kind}" for kind, lines in without.items()]
-    lines = [line for lines in without.values() for line in lines]
-    log = logger.warning if lines else logger.info
-    log("%s: captions: %s%s", name, ", ".join(counts), f"\n{first_five(lines)}" if lines else "")
+    found, (empty, missing) = sum(bool(row.caption) for row in judged), without.values()
+    logger.info("%s: captions: %d found, %d empty, %d missing", name, found, len(empty), len(missing))
+    _report(name, "items have no caption", [*empty, *missing])
     return judged
 
 
@@ -263,13 +259,13 @@ def _find_table(folder, files, dataset_metadata):
     """Returns the path of the metadata file, or None if there is none."""
     if dataset_metadata is not None:
         tried = [os.path.abspath(dataset_metadata), os.path.join(folder, dataset_metadata)]
-        existing = [path for path in tried if os.path.isfile(path)]
-        if not existing or len(existing) == 2 and not os.path.samefile(*existing):
-            what = "names two files" if existing else "is not a file"
-            raise RefusedError(f"--dataset_metadata {dataset_metadata} {what}: {' and '.join(tried)}.")
-        if _suffix(existing[0]) not in TABLE_SUFFIXES:
-            raise RefusedError(f"--dataset_metadata {dataset_metadata} must end in {', '.join(TABLE_SUFFIXES)}.")
-        return existing[0]
+        found = {os.path.realpath(path): path for path in tried if os.path.isfile(path)}
+        if len(found) != 1 or _suffix(dataset_metadata) not in TABLE_SUFFIXES:
+            raise RefusedError(
+                f"--dataset_metadata {dataset_metadata} must be one file that ends in {', '.join(TABLE_SUFFIXES)}; of "
+                f"{' and '.join(tried)} there are {len(found)}."
+            )
+        return found.popitem()[1]
     named = [name for name in files if os.path.splitext(os.path.basename(name))[0].lower() == "metadata"]
     # Left unread, metadata.json1 would leave a folder without captions.
     named = [name for name in named if nearest(_suffix(name), TABLE_SUFFIXES)]
@@ -294,10 +290,9 @@ def _sidecar_rows(folder, files, media_suffixes):
         media[key] = media.get(key, []) + [name for name in names if name not in frames]
     # Next to what is read, photos may have their raw data, and images the files that they were painted in.
     others = _by_stem(name for name in files if _suffix(name) not in (".txt", *TABLE_SUFFIXES))
-    others = {key: names for key, names in others.items() if key not in media}
-    left_out = [name for key, names in others.items() if key not in texts for name in names]
+    media |= {key: names for key, names in others.items() if key in texts and key not in media}
+    left_out = [name for key, names in others.items() if key not in media for name in names]
     _report(folder, "files of other kinds without texts are no items", left_out, logger.info)
-    media |= {key: names for key, names in others.items() if key in texts}
     orphans = [name for key, names in texts.items() if key not in media for name in names]
     _report(folder, "texts have no image or clip of their name", orphans)
     rows = []

@@ -23,7 +23,7 @@ from dataset.colours import expand_range, profile_of_numbers
 from dataset.draws import keyed_draw
 from dataset.images import cover_and_crop, image_format, on_white, open_image, open_media, to_srgb, to_tensor
 from dataset.inspection import Inspector, dropped_record, inspect_each
-from dataset.metadata import FOREIGN_IMAGE_SUFFIXES, IMAGE_SUFFIXES, frame_names
+from dataset.metadata import IMAGE_SUFFIXES, KNOWN_IMAGE_SUFFIXES, frame_names
 from dataset.settings import round_down_frames
 from runtime.errors import RefusedError
 
@@ -160,7 +160,7 @@ def _images_of(media, name):
         return [(file, f"{name}: {file.name}") for file in _frame_files(media, name)]
     kind = image_format(media)
     # The name decides on a file that is neither. FFmpeg would take the tiles of HEIF for frames.
-    if kind is None and not embedded and Path(media).suffix.lower() in (*IMAGE_SUFFIXES, *FOREIGN_IMAGE_SUFFIXES):
+    if kind is None and not embedded and Path(media).suffix.lower() in KNOWN_IMAGE_SUFFIXES:
         kind = Path(media).suffix[1:].upper()
     return None if kind in (None, "GIF") else [(media, name)]
 

@@ -47,8 +47,7 @@ def exit_codes(*failures):
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
-        where = f"{error.filename}: " if error.filename else ""
-        code, text = 1, f"error: {where}{error.strerror}; what was complete before still is"
+        code, text = 1, f"error: {error}; what was complete before still is"
     except (RefusedError, FailedError, *failures) as error:
         code, text = 2 if isinstance(error, RefusedError) else 1, f"error: {error}"
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:

@@ -40,22 +40,21 @@ def agreed(accelerator, look, describe=lambda value: {}, patience_seconds=0):
         look (`Callable[[], object]`): May refuse.
         describe (`Callable[[object], dict]`):
             From what `look` returns to what must be the same on all processes: by name, values that JSON takes.
-        patience_seconds (`float`): How long the others look again for what the main process sees.
+        patience_seconds (`float`): How long all look again where they do not see the same.
 
     Raises:
         RefusedError: On all processes: one of them refuses, or differs from the main one.
     """
     if accelerator.num_processes == 1:
         return look()
-    end, digests = time.monotonic() + patience_seconds, None
+    end = time.monotonic() + patience_seconds
     while True:
-        if digests is None or accelerator.process_index > 0:
-            value, problem, digests = None, None, {}
-            try:
-                value = look()
-                digests = {name: _digest(part) for name, part in describe(value).items()}
-            except RefusedError as error:
-                problem = str(error)
+        value, problem, digests = None, None, {}
+        try:
+            value = look()
+            digests = {name: _digest(part) for name, part in describe(value).items()}
+        except RefusedError as error:
+            problem = str(error)
         seen = gather_from_all(accelerator, (platform.node(), problem, digests, time.monotonic() > end))
         host, first_problem, first_digests, is_over = seen[0]
         if first_problem is not None:
@@ -131,7 +130,6 @@ class StopRequest:
     def __init__(self, accelerator):
         self.accelerator = accelerator
         self.signal = 0
-        self._before = {}
 
     def __enter__(self):
         self._before = {number: signal.signal(number, self._record) for number in (signal.SIGTERM, signal.SIGINT)}

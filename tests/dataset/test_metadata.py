@@ -25,7 +25,7 @@ from runtime.errors import RefusedError
 
 def read_rows(path, **kwargs):
     """Reads rows and refuses the bad ones, as a run does, without decoding."""
-    record = {"id": "", "decision": "used", "source": {"size": [1, 1]}, "used": {"size": [1, 1]}}
+    record = {"id": "", "decision": "used", "reason": None, "source": {"size": [1, 1]}, "used": {"size": [1, 1]}}
     rows = metadata.read_rows(path, **kwargs)
     if rows:
         inspect_each(rows, Inspector("images", lambda *_: None, "", lambda row, _: record))
@@ -145,7 +145,7 @@ def test_metadata_of_one_name_in_two_places_is_refused(tmp_path, monkeypatch):
     for place in (tmp_path, tmp_path / "dataset"):
         write_table(place / "captions.csv", ["file_name", "text"], [["a.jpg", place.name]])
     monkeypatch.chdir(tmp_path)
-    assert "--dataset_metadata captions.csv names two files" in refused("dataset", dataset_metadata="captions.csv")
+    assert "captions.csv there are 2." in refused("dataset", dataset_metadata="captions.csv")
     path = str(tmp_path / "dataset" / "captions.csv")
     assert pairs(read_rows("dataset", dataset_metadata=path)) == [("a.jpg", "dataset")]
 
@@ -276,6 +276,7 @@ def test_no_mark_survives_in_a_caption(tmp_path, suffix):
 
 
 def test_missing_and_empty_captions_are_counted(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     captions = {f"{n}.jpg": None for n in range(4)} | {f"{n}.jpg": " \n" for n in range(4, 7)} | {"7.jpg": "a cat"}
     folder_of(tmp_path, captions)
     message = refused(tmp_path)
@@ -292,6 +293,7 @@ def test_missing_and_empty_captions_are_counted(tmp_path, caplog):
 
 
 def test_four_images_without_any_caption(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     folder_of(tmp_path, {f"{n}.jpg": None for n in range(4)})
     assert "4 of 4 images cannot be used" in refused(tmp_path)
     assert "0 found, 0 empty, 4 missing" in caplog.text
@@ -366,7 +368,7 @@ def test_given_metadata_must_exist_and_be_a_table(tmp_path):
     message = refused(tmp_path, dataset_metadata="captions.csv")
     assert "--dataset_metadata captions.csv" in message and str(tmp_path / "captions.csv") in message
     message = refused(tmp_path, dataset_metadata=tmp_path / "a.txt")
-    assert "a.txt must end in .csv, .tsv, .jsonl, .json, .parquet" in message
+    assert "a.txt must be one file that ends in .csv, .tsv, .jsonl, .json, .parquet" in message
 
 
 def test_metadata_outside_the_dataset_may_name_files_of_both_folders(tmp_path):
@@ -710,7 +712,7 @@ def test_problems_of_hugging_face_datasets(tmp_path):
     data.add_column("score", [1, 2, 3]).save_to_disk(tmp_path / "score")
     assert "column 'score' holds" in refused(tmp_path / "score", columns={"media": "score"})
     assert "is not text" in refused(tmp_path / "score", columns={"caption": "score"})
-    assert "x.csv is not a file" in refused(tmp_path / "saved", dataset_metadata="x.csv")
+    assert "x.csv must be one file" in refused(tmp_path / "saved", dataset_metadata="x.csv")
     empty = datasets.Dataset.from_dict({"image": [None], "text": ["one"]}, features=data.features)
     empty.save_to_disk(tmp_path / "empty")
     assert "train/0: no target" in refused(tmp_path / "empty")
