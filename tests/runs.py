@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from unittest import mock
 
 
@@ -112,18 +113,26 @@ def forecasts_are_remembered():
         def __init__(self, forecast, numbers):
             self.forecast = forecast
             vars(self).update(numbers)
+            self._recordings = {
+                activations: types.SimpleNamespace(
+                    pieces=collections.defaultdict(lambda: (0,) * 5, pieces), input_bytes=lambda inputs=inputs: inputs
+                )
+                for activations, (pieces, inputs) in self._recordings.items()
+            }
 
         def __getattr__(self, name):  # what is asked for in addition is found out
             return getattr(profile(self.forecast), name)
 
     def numbers(forecast, recomputes, by_budget):
         found = profile(forecast)
-        _ = found.inference_bytes, found._record(False)
+        _ = found.inference_bytes, found._recording("keep")
         if recomputes:
-            found._record(True)
+            found._recording("recompute")
         if by_budget:
             _ = found._flops
-        return {name: value for name, value in vars(found).items() if name not in ("_model", "_make_step")}
+        kept = {name: value for name, value in vars(found).items() if name not in ("_model", "_make_step")}
+        recordings = {name: (dict(made.pieces), made.input_bytes()) for name, made in found._recordings.items()}
+        return kept | {"_recordings": recordings}
 
     def remembered_profile(self):
         args, by_budget = self.args, self.args.memory_budget is not None
