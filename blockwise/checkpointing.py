@@ -7,7 +7,6 @@ is the only one that calls a `checkpoint` function of torch or DeepSpeed.
 
 import copy
 import dataclasses
-import functools
 import sys
 import weakref
 
@@ -76,8 +75,7 @@ def gradient_checkpoint_forward(
             offload.keep_shared(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         return model(*args, **kwargs)
 
-    tensors = []
-    template = _map_leaves(functools.partial(_take_tensor, tensors), (args, kwargs))
+    tensors, template = _take_tensors((args, kwargs))
     inputs = _InputVersions(block, tensors)
     pending = [(args, kwargs)]
 
@@ -88,7 +86,7 @@ def gradient_checkpoint_forward(
         else:
             inputs.check()
             last_run.update(block=weakref.ref(block), recomputed=True)
-            args, kwargs = _map_leaves(functools.partial(_put_tensor, tensors), template)
+            args, kwargs = _put_tensors(tensors, template)
         return model(*args, **kwargs)
 
     # The tensors go in by position and flat: neither torch nor DeepSpeed sees a tensor in a keyword or a container.
@@ -111,20 +109,26 @@ class _Slot:
     index: int
 
 
-def _take_tensor(tensors, leaf):
-    if isinstance(leaf, torch.Generator):
-        raise TypeError("A torch.Generator in a block's arguments would draw other numbers when it is recomputed.")
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    for index, tensor in enumerate(tensors):
-        if tensor is leaf:
-            return _Slot(index)  # given twice: one tensor in the recomputation too
-    tensors.append(leaf)
-    return _Slot(len(tensors) - 1)
+def _take_tensors(tree):
+    """Return the tensors in `tree`, each once, and `tree` with a slot in place of each."""
+    tensors = []
+
+    def take(leaf):
+        if isinstance(leaf, torch.Generator):
+            raise TypeError("A torch.Generator in a block's arguments would draw other numbers when it is recomputed.")
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        for index, tensor in enumerate(tensors):
+            if tensor is leaf:
+                return _Slot(index)  # given twice: one tensor in the recomputation too
+        tensors.append(leaf)
+        return _Slot(len(tensors) - 1)
+
+    return tensors, _map_leaves(take, tree)
 
 
-def _put_tensor(tensors, leaf):
-    return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
+def _put_tensors(tensors, template):
+    return _map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Slot) else leaf, template)
 
 
 def _map_leaves(function, tree):
@@ -148,7 +152,7 @@ def _map_leaves(function, tree):
         return rebuilt
     if tree_is_leaf(tree):
         return function(tree)
-    return tree_map(functools.partial(_map_leaves, function), tree, is_leaf=lambda part: part is not tree)
+    return tree_map(lambda part: _map_leaves(function, part), tree, is_leaf=lambda part: part is not tree)
 
 
 class _InputVersions:
@@ -245,8 +249,7 @@ def _deepspeed_checkpoint(block, run, tensors):
 
     def run_flat(*tensors, sightings=sightings):  # the graph owns this function, and so the sightings
         nonlocal template
-        outputs = []
-        template = _map_leaves(functools.partial(_take_tensor, outputs), run(*tensors))
+        outputs, template = _take_tensors(run(*tensors))
         return tuple(outputs)
 
     # `cpu_checkpointing` empties the tensor objects that it is given. It gets aliases, so that no one else's tensor
@@ -259,4 +262,4 @@ def _deepspeed_checkpoint(block, run, tensors):
         sightings.append(sighting)
     outputs = non_reentrant_checkpoint(run_flat, *aliases)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return _map_leaves(functools.partial(_put_tensor, outputs), template)
+    return _put_tensors(outputs, template)

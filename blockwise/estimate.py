@@ -239,30 +239,29 @@ class StepProfile:
                 self._recordings[activations] = _Recording(*step)
         return self._recordings[activations]
 
-    @functools.cached_property
+    @property
     def inference_bytes(self):
         """The most bytes that a forward pass without gradients has alive, above what was there before it."""
-        with self._fake_step() as (*_, step):
-            return peak_of(step)
+        return self._inference[0]
 
     @functools.cached_property
-    def _flops(self):
-        """The floating-point operations of the forward pass of each block of the whole model."""
+    def _inference(self):
+        """The `inference_bytes`, and the floating-point operations of each block of the whole model."""
         with self._fake_step() as (blocks, _, step):
             counts = dict.fromkeys(blocks, 0)
 
             def count(sign, block):
                 counts[block] += sign * counter.get_total_flops()
 
+            for block in blocks:
+                block.register_forward_pre_hook(lambda block, *_: count(-1, block))
+                block.register_forward_hook(lambda block, *_: count(1, block))
             # By itself the counter misses the attention kernel of the CPU.
             attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             known = {attention: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)}  # their shapes
-            with FlopCounterMode(display=False, custom_mapping=known) as counter, torch.no_grad():
-                for block in blocks:
-                    block.register_forward_pre_hook(lambda block, *_: count(-1, block))
-                    block.register_forward_hook(lambda block, *_: count(1, block))
-                step()
-        return torch.tensor(list(counts.values()))[self._counterparts]
+            with FlopCounterMode(display=False, custom_mapping=known) as counter:
+                peak_bytes = peak_of(step)
+        return peak_bytes, torch.tensor(list(counts.values()))[self._counterparts]
 
     def _modes(self, plans):
         """Return the place in `ACTIVATIONS` of the mode of each block of the whole model, of shape (plans, blocks)."""
@@ -307,7 +306,7 @@ class StepProfile:
         Returns:
             `list[Cost]`: Of a step on an accelerator, in addition to what was there before it.
         """
-        modes, recomputed = self._modes(plans), self._flops
+        modes, recomputed = self._modes(plans), self._inference[1]
         input_bytes, _ = self._input_bytes(modes)
         # In whole operations, since sums of them are exact in any order: plans that take equally long are equal.
         moved = input_bytes * (FLOPS_PER_SECOND // LINK_BYTES_PER_SECOND)

@@ -167,15 +167,10 @@ class MemoryLog:
         if self.watched is not None:
             self.watched.close()
 
-    def plot(self, path, forecast_bytes=None):
-        """Draw the memory of the steps that were watched, by category; nothing if there were none.
-
-        Args:
-            path (`pathlib.Path`): Of the PNG.
-            forecast_bytes (`int`, *optional*): What the peak was predicted to be.
-        """
+    def plot(self, path):
+        """Draw the memory of the steps that were watched, by category, as the PNG `path`; nothing if none were."""
         if self.watched is not None and self.watched.samples:
-            _plot(self.watched, path, forecast_bytes)
+            _plot(self.watched, path, self.forecast_bytes)
 
     # ---- out of memory
 

@@ -83,7 +83,7 @@ class RunRecord:
         measured = self._measured(lines)
         self.content |= {"measured": measured, "memory_points": self.log.points}
         with whole_file(self.output_dir / "memory.png") as path:
-            self.log.plot(path, forecast_bytes=self.log.forecast_bytes)
+            self.log.plot(path)
         # Those of earlier runs were deleted when this one started.
         files = self.output_dir.glob("validation/step-*/loss.json")
         validations = [json.loads(file.read_text(encoding="utf-8")) for file in files]

@@ -86,7 +86,7 @@ def step_of(family, transformer, batch_size, side):
 
 
 @functools.cache
-def profile_of(family, mode, num_layers, batch_size, side, dropout=0.0):
+def profile_of(family, mode, num_layers, *, batch_size, side, dropout):
     with init_empty_weights():
         skeleton = prepared(family, num_layers, mode, dropout)
     small = shrink(skeleton, {FAMILIES[family][2]: num_layers})
@@ -109,7 +109,7 @@ def measured(transformer, step, plan, gradients_exist=False):
 
 
 def predicted_and_measured(family, mode, modes, *, batch_size, side, dropout=0.0, gradients_exist=False):
-    profile = profile_of(family, mode, len(modes), batch_size, side, dropout)
+    profile = profile_of(family, mode, len(modes), batch_size=batch_size, side=side, dropout=dropout)
     plan = MemoryPlan({FAMILIES[family][2]: modes})
     transformer = prepared(family, len(modes), mode, dropout)
     step = step_of(family, transformer, batch_size, side)
@@ -129,8 +129,7 @@ def wan_plan(letters):
 @pytest.mark.parametrize(
     "letters, batch_size, side",
     [(letters, 2, 16) for letters in ("kkkkkk", "rrrrrr", "rrrkkk", "pppppr", "pprrkk", "ppkkkk")]
-    + [("ppr", 1, 16)]  # the peak is in the first block, before its parked input is gone
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("kk", 1, 24), ("rrr", 1, 32), ("ppppr", 1, 24))],
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("kk", 1, 24), ("rrr", 1, 32), ("ppr", 1, 16))],
 )
 def test_peak_of_a_step(family, mode, letters, batch_size, side):
     """Within half a percent, and to the byte what is parked; nothing in the prediction was fitted to a measurement."""
@@ -142,12 +141,17 @@ def test_peak_of_a_step(family, mode, letters, batch_size, side):
     assert (parked_bytes > 0) == ("p" in letters)
 
 
+def test_peak_in_the_first_block_before_its_parked_input_is_gone():
+    profile, plan, peak_bytes, _ = predicted_and_measured("wan", "lora", pattern("ppr"), batch_size=1, side=16)
+    assert profile.peak(plan).num_bytes == pytest.approx(peak_bytes, rel=0.006)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peak_with_dropout_and_with_gradients_of_an_earlier_micro_batch(family):
     for changes in ({"dropout": 0.2}, {"gradients_exist": True}):
         for mode in ("lora", "full") if "gradients_exist" in changes else ("lora",):
             profile, plan, peak_bytes, _ = predicted_and_measured(
-                family, mode, pattern("rrkk"), batch_size=1, side=24, **changes
+                family, mode, pattern("rrrkkk"), batch_size=2, side=16, **changes
             )
             peak = profile.peak(plan, gradient_factor=0 if changes.get("gradients_exist") else 1)
             assert peak.num_bytes == pytest.approx(peak_bytes, rel=0.006), changes
@@ -156,7 +160,7 @@ def test_peak_with_dropout_and_with_gradients_of_an_earlier_micro_batch(family):
 
 def test_gradients_of_which_the_backward_pass_leaves_twice_their_bytes():
     """By hand, of a model whose gradients are most of what it takes: at the end all of them are there."""
-    profile, *_ = predicted_and_measured("wan", "full", pattern("rrrrrr"), batch_size=1, side=2)
+    profile = profile_of("wan", "full", 6, batch_size=1, side=2, dropout=0.0)
     once, twice, never = (profile.peak(wan_plan("rrrrrr"), gradient_factor=f) for f in (1, 2, 0))
     assert twice.gradient_bytes == 2 * once.gradient_bytes and never.gradient_bytes == 0
     assert twice.num_bytes - once.num_bytes == once.gradient_bytes
@@ -165,7 +169,7 @@ def test_gradients_of_which_the_backward_pass_leaves_twice_their_bytes():
 
 def test_the_place_of_the_peak():
     """By hand: what is kept is highest at the end of the forward pass, what is recomputed at the first block after."""
-    profile, *_ = predicted_and_measured("wan", "lora", pattern("kkkkkk"), batch_size=1, side=24)
+    profile = profile_of("wan", "lora", 6, batch_size=2, side=16, dropout=0.0)
     assert profile.peak(wan_plan("kkkkkk")).place.endswith("blocks.5")
     assert profile.peak(wan_plan("rrrrrr")).place == "backward of blocks.5"
     assert profile.peak(wan_plan("rrrkkk")).num_bytes < profile.peak(wan_plan("rrkkkk")).num_bytes

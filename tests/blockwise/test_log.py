@@ -266,7 +266,8 @@ def test_picture(tmp_path):
     log.watch(model, optimizer, step=1)
     make_steps(log, model, optimizer, 3)
     for name, forecast_bytes in {"a": None, "b": None, "forecast": 2**22}.items():
-        log.plot(tmp_path / f"{name}.png", forecast_bytes=forecast_bytes)
+        log.forecast_bytes = forecast_bytes
+        log.plot(tmp_path / f"{name}.png")
     assert {path.name for path in tmp_path.iterdir()} == {"a.png", "b.png", "forecast.png"}
     images = {path.stem: path.read_bytes() for path in tmp_path.iterdir()}
     assert images["a"] == images["b"] != images["forecast"]
