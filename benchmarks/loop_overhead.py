@@ -32,7 +32,7 @@ from training.arguments import parse_args  # noqa: E402
 from training.flow_matching import SigmaLaw  # noqa: E402
 from training.launch import start_accelerator  # noqa: E402
 from training.loop import Training, train  # noqa: E402
-from training.module import DiffusionTrainingModule, train_all_weights, trainable_parameters  # noqa: E402
+from training.module import DiffusionTrainingModule, make_trainable, trainable_parameters  # noqa: E402
 from training.optimizers import find_optimizer  # noqa: E402
 
 
@@ -49,7 +49,7 @@ def make_module():
         joint_attention_dim=64,
         axes_dims_rope=(8, 12, 12),
     )
-    train_all_weights(transformer, never_trained=never_trained_modules(transformer))
+    make_trainable(transformer, argparse.Namespace(training_mode="full"), never_trained_modules(transformer))
     return DiffusionTrainingModule(object.__new__(QwenImage), transformer)
 
 

@@ -143,7 +143,7 @@ class Family:
         return []
 
     def check_lora_targets(self, targets):
-        """Raise ValueError if no library loads a LoRA of these layers."""
+        """Raise RefusedError if no library loads a LoRA of these layers."""
 
     def num_tokens(self, height, width, num_frames):
         """Return T, the tokens of a sample at a size in pixels."""

@@ -20,6 +20,7 @@ from blockwise.checkpointing import gradient_checkpoint_forward
 from blockwise.plan import per_block
 from pipelines import loading
 from pipelines.family import Family, Stage
+from runtime.errors import RefusedError
 
 
 # The pipelines cut and pad prompts to this, though `encode_prompt` alone would take 226.
@@ -503,7 +504,7 @@ class WanVideo(Family):
 
     def check_lora_targets(self, targets):
         if not any(name.startswith("blocks.") for name in targets):
-            raise ValueError("names no layer in a block; diffusers loads no such Wan LoRA")
+            raise RefusedError("--lora_target_modules names no layer in a block; diffusers loads no such Wan LoRA.")
 
     def num_tokens(self, height, width, num_frames):
         return self.variant.num_tokens(height, width, num_frames)

@@ -349,7 +349,7 @@ def test_disk_full_in_the_middle_of_a_checkpoint(start, train, lora_run, disk, c
     """The one before is complete, and where the run continues from when there is room."""
     room = blocks(lora_run / "checkpoint-2") * 3 // 2 + 10 * 4096  # and run.json, dataset.jsonl, metrics.jsonl
     folder = disk(f"size={room}") / "out"
-    assert_checkpoint_failed(start(folder, *LORA, *SAVES), 4, "disk is full")
+    assert_checkpoint_failed(start(folder, *LORA, *SAVES), 4, "make room and continue with")
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
     disk("size=16m")
     train(folder, *LORA, *SAVES, *LATEST)
@@ -366,7 +366,7 @@ def test_file_of_a_checkpoint_cannot_grow(name, start, lora_run, tmp_path):
     size = (lora_run / "checkpoint-2" / name).stat().st_size
     smaller = max((other for other in largest if other < size), default=0)
     process = start(folder, *LORA, *SAVES, *LATEST, file_size=(size + smaller) // 2)
-    assert_checkpoint_failed(process, 4, "File too large" if "safetensors" in name else "as where the disk is full")
+    assert_checkpoint_failed(process, 4, "File too large" if "safetensors" in name else "writing file")
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
@@ -621,43 +621,21 @@ def test_latest_is_the_complete_one_of_the_highest_number(find, copy, tmp_path, 
     (tmp_path / "out" / "checkpoint-18").touch()
     path, state = find()
     assert path == tmp_path / "out" / "checkpoint-10" and state["step"] == 4
-    said = dict(record.message.split(" passes over ")[1].split(": ", 1) for record in caplog.records)
-    assert said.keys() == {f"checkpoint-{name}" for name in ("11.tmp", "12.old", 13, 14, 15, 16, 18)}
-    assert said["checkpoint-11.tmp"] == "it was being written"
-    assert said["checkpoint-12.old"] == "it was being deleted"
+    said = dict(record.message.split(" is not a complete checkpoint and is skipped: ") for record in caplog.records)
+    assert said.keys() == {f"checkpoint-{number}" for number in (13, 14, 15, 16, 18)}
     assert (
         said["checkpoint-13"]
         == "its training_state.json cannot be read (FileNotFoundError(2, 'No such file or directory'))"
     )
-    assert said["checkpoint-14"].startswith("its optimizer.bin has 1000 bytes and had ")
+    assert said["checkpoint-14"].startswith("its optimizer.bin is missing, or does not have the ")
     assert said["checkpoint-15"].startswith("its training_state.json cannot be read (JSONDecodeError")
-    assert said["checkpoint-16"] == "it lacks random_states_0.pkl"
-
-
-def test_a_checkpoint_without_the_state_of_a_process_is_not_complete(find, copy):
-    """As runs on machines with folders of their own have left them: each file that is named is there."""
-    path = copy(4) / "training_state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_processes": 2}))
-    with pytest.raises(RefusedError, match="is not a complete checkpoint: it lacks random_states_1.pkl"):
-        find(resume=["--resume_from_checkpoint", str(path.parent)], num_processes=2)
+    assert said["checkpoint-16"].startswith("its random_states_0.pkl is missing, or ")
 
 
 def test_latest_starts_at_the_first_step_where_there_is_none(find, copy, tmp_path, caplog):
     copy(6, "checkpoint-6.tmp")
     assert find() == (None, {"step": 0})
-    assert "checkpoint-6.tmp: it was being written" in caplog.text
-    assert f"{tmp_path / 'out'} holds no complete checkpoint; the run starts at step 1" in caplog.text
-
-
-def test_latest_does_not_replace_the_results_of_a_run_that_has_ended(find, lora_run, tmp_path):
-    (tmp_path / "out").mkdir()
-    run = json.loads((lora_run / "run.json").read_text())
-    (tmp_path / "out" / "run.json").write_text(json.dumps(run))
-    with pytest.raises(RefusedError, match="holds the results of a run that has ended, and no checkpoint"):
-        find()
-    del run["measured"]  # that was killed
-    (tmp_path / "out" / "run.json").write_text(json.dumps(run))
-    assert find() == (None, {"step": 0})
+    assert f"{tmp_path / 'out'} holds no complete checkpoint to resume from; the run starts at step 1" in caplog.text
 
 
 def test_weights_alone_are_not_resumed_from(find, lora_run, tmp_path):
@@ -688,7 +666,7 @@ def test_what_is_left_goes_at_the_next_save_and_newer_ones_are_set_aside(train, 
     flags = ["--resume_from_checkpoint", str(folder / "checkpoint-4"), "--checkpoints_total_limit", "1"]
     train(folder, *LORA, "--checkpointing_steps", "6", *flags)
     assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-8.replaced"}
-    assert "checkpoint-8 is later than checkpoint-4" in caplog.text and "set aside" in caplog.text
+    assert "checkpoint-8 is renamed to checkpoint-8.replaced until there is a new one" in caplog.text
     assert result_files(folder) == result_files(lora_run)
 
 
@@ -765,21 +743,19 @@ def short_run(request, train, tmp_path_factory):
 
 
 @pytest.mark.parametrize("resume", [[], LATEST], ids=["new", "resumed"])
-def test_a_dry_run_keeps_the_record_of_a_run(resume, short_run, train, tmp_path, caplog):
-    """Of one that has ended, too; what the run itself would be refused for is reported."""
+def test_a_dry_run_keeps_the_record_of_a_run(resume, short_run, train, tmp_path):
+    """Of one that has ended, too."""
     flags, folder = short_run[0], shutil.copytree(short_run[1], tmp_path / "out")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    refused = ("--checkpointing_steps" in flags) != bool(resume)
-    if refused:
-        with pytest.raises(RefusedError, match="of an earlier run|of a run that has ended"):
-            train(folder, *flags, *resume)
+    if "--checkpointing_steps" in flags and not resume:
+        with pytest.raises(RefusedError, match="of an earlier run"):
+            train(folder, *flags)
     # Other sizes, another split: none of it may stand in the record of what was trained.
     train(folder, *flags, *resume, "--dry_run", *([] if resume else ["--validation_split", "0.4"]))
     assert {path: path.read_bytes() for path in before} == before
     new = {path.name for path in folder.rglob("*") if path.is_file()} - {path.name for path in before}
     assert new == {"dry_run.json", "contact_sheet.png"}
     assert json.loads((folder / "dry_run.json").read_text())["arguments"]["dry_run"] is True
-    assert ("without --dry_run this would be refused: " in caplog.text) == refused
 
 
 def test_a_dry_run_keeps_a_damaged_record(short_run, train, tmp_path):
@@ -801,11 +777,12 @@ def test_a_bare_name_is_looked_for_in_the_output_folder_first(find, copy, tmp_pa
         return find(resume=["--resume_from_checkpoint", name])[0].resolve()
 
     assert found("checkpoint-2") == found("checkpoint-2/") == there
-    assert found("./checkpoint-2") == here / "checkpoint-2" and found("checkpoint-4") == here / "checkpoint-4"
+    assert found(f"../{here.name}/checkpoint-2") == here / "checkpoint-2"
+    assert found("checkpoint-4") == here / "checkpoint-4"
     for name in ("checkpoint-9", "./checkpoint-9", str(tmp_path / "checkpoint-9")):
         with pytest.raises(RefusedError) as error:
             found(name)
-        assert f"there is no {tmp_path}" in str(error.value) and "complete ones in " in str(error.value)
+        assert f"{name}: there is no such path" in str(error.value) and "complete ones in " in str(error.value)
         assert str(error.value).endswith(": checkpoint-2.")
 
 
@@ -848,7 +825,7 @@ def test_weights_are_compared_by_content(find, copy):
 def test_other_number_of_processes_with_dropout_is_refused(find, copy):
     copy(4)
     with pytest.raises(
-        RefusedError, match="this run has 2 processes, that of the checkpoint had 1, each with its own random"
+        RefusedError, match="this run has 2 processes, that of the checkpoint had 1, each with its own state"
     ):
         find(num_processes=2)
 

@@ -522,8 +522,8 @@ def test_two_processes_share_it_out(on_two_processes, tiny_qwen_image, photos, t
         ("wan_flf2v", [], "--validation_image is given 0 times; previews of this model take 2"),
         ("wan_t2v", ["first.png"], "--validation_image is given 1 times; previews of this model take 0"),
         ("wan_flf2v", ["first.png"] * 3, "--validation_image is given 3 times; previews of this model take 2"),
-        ("wan_flf2v", ["first.png", "notes.txt"], "--validation_image: notes.txt is not an image"),
-        ("wan_flf2v", ["first.png", "nowhere.png"], "--validation_image: there is no file nowhere.png"),
+        ("wan_flf2v", ["first.png", "notes.txt"], "--validation_image notes.txt is not an image"),
+        ("wan_flf2v", ["first.png", "nowhere.png"], "--validation_image nowhere.png"),
     ],
 )
 def test_images_that_do_not_fit_the_model(

@@ -32,46 +32,33 @@ def _read_state(path):
     """
     try:
         state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
-        # One that wrote to another folder is not in the list of the main process.
-        sizes = {f"random_states_{index}.pkl": None for index in range(state["num_processes"])} | state["files"]
+        sizes = state["files"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"its {_STATE_FILE} cannot be read ({error!r})") from None
     for name, size in sizes.items():
-        if not (path / name).is_file():
-            raise ValueError(f"it lacks {name}")
-        if (path / name).stat().st_size != size:
-            raise ValueError(f"its {name} has {(path / name).stat().st_size} bytes and had {size}")
+        if not (path / name).is_file() or (path / name).stat().st_size != size:
+            raise ValueError(f"its {name} is missing, or does not have the {size} bytes that it had")
     return state
 
 
-def _inspect_checkpoints(output_dir):
-    """Return the checkpoints of a run as `{step: path}`, oldest first, and what each incomplete one lacks."""
-    complete, incomplete = {}, {}
+def list_checkpoints(output_dir, level=logging.DEBUG):
+    """Return the complete checkpoints of a run as `{step: path}`, oldest first; log (`level`) what others lack."""
+    complete = {}
     for path in pathlib.Path(output_dir).glob("checkpoint-*"):
-        match = re.fullmatch(r"checkpoint-(\d+)(\.tmp|\.old)?", path.name)
-        if match is None:
-            continue
-        try:
-            if match[2]:
-                raise ValueError("it was being written" if match[2] == ".tmp" else "it was being deleted")
-            _read_state(path)
-        except ValueError as error:
-            incomplete[path.name] = str(error)
-        else:
-            complete[int(match[1])] = path
-    return dict(sorted(complete.items())), dict(sorted(incomplete.items()))
-
-
-def list_checkpoints(output_dir):
-    """Return the complete checkpoints of a run as `{step: path}`, oldest first."""
-    return _inspect_checkpoints(output_dir)[0]
+        if number := re.fullmatch(r"checkpoint-(\d+)", path.name):
+            try:
+                _read_state(path)
+                complete[int(number[1])] = path
+            except ValueError as error:
+                logger.log(level, "%s is not a complete checkpoint and is skipped: %s", path.name, error)
+    return dict(sorted(complete.items()))
 
 
 def find_checkpoint(args, accelerator):
     """Return (path, state) of the checkpoint that `--resume_from_checkpoint` names, or (None, {"step": 0}).
 
-    The latest is the complete one with the highest number; those that are passed over are logged. Where none is
-    complete yet, the run starts at its first step.
+    The latest is the complete one with the highest number. Where none is complete yet, the run starts at its first
+    step.
 
     Raises:
         RefusedError: There is no such checkpoint, its run had other settings, or a new run would mix its checkpoints
@@ -81,19 +68,15 @@ def find_checkpoint(args, accelerator):
     if path is None:
         return None, {"step": 0}
     where = f"--resume_from_checkpoint {path}"
-    if path.suffix == ".safetensors" or (not (path / _STATE_FILE).exists() and any(path.glob("*.safetensors"))):
-        raise RefusedError(
-            f"{where} holds weights only: the optimizer's state, the schedule, the step and the order of the data are "
-            "not in it. Start a new run from them with --lora_init_path, or --transformer_path."
-        )
     if uses_deepspeed(accelerator) and glob.has_magic(str(path)):
         raise RefusedError(f"{where}: DeepSpeed takes *, ? and [ in it for a pattern; rename the folder.")
     try:
         state = _read_state(path)
-        with safetensors.safe_open(path / _WEIGHTS_FILE, "pt"):
-            pass
-    except (ValueError, OSError, safetensors.SafetensorError) as error:
-        raise RefusedError(f"{where} is not a complete checkpoint: {error}.") from None
+    except ValueError as error:
+        raise RefusedError(
+            f"{where} is not a complete checkpoint: {error}. From weights only, without the optimizer's state, the "
+            "schedule, the step and the order of the data, start a new run: --lora_init_path or --transformer_path."
+        ) from None
     refuse_changed_settings(args, state["arguments"], path)
     _check_processes(args, state["num_processes"], accelerator)
     return path, state
@@ -101,35 +84,25 @@ def find_checkpoint(args, accelerator):
 
 def _locate(args):
     """Return where the checkpoint is that the run resumes from, None where it starts at its first step."""
-    existing, incomplete = _inspect_checkpoints(args.output_dir)
-    if args.resume_from_checkpoint is None:
-        if existing:
-            _refuse_unless_dry_run(
-                args,
-                f"--output_dir {args.output_dir} holds checkpoints of an earlier run (checkpoint-{max(existing)}); "
-                "continue it with --resume_from_checkpoint latest, or give another folder.",
+    wanted, output_dir = args.resume_from_checkpoint, args.output_dir
+    existing = list_checkpoints(output_dir, logging.WARNING if wanted == "latest" else logging.DEBUG)
+    if wanted == "latest":
+        if not existing:
+            logger.warning("%s holds no complete checkpoint to resume from; the run starts at step 1", output_dir)
+        return existing[max(existing)] if existing else None
+    if wanted is None:
+        if existing and not args.dry_run:
+            raise RefusedError(
+                f"--output_dir {output_dir} holds checkpoints of an earlier run (checkpoint-{max(existing)}); "
+                "continue it with --resume_from_checkpoint latest, or give another folder."
             )
         return None
-    if args.resume_from_checkpoint == "latest":
-        for name, lack in incomplete.items():
-            logger.warning("--resume_from_checkpoint latest passes over %s: %s", name, lack)
-        if existing:
-            return existing[max(existing)]
-        _refuse_to_repeat(args)
-        logger.warning(
-            "--resume_from_checkpoint latest: %s holds no complete checkpoint; the run starts at step 1",
-            args.output_dir,
-        )
-        return None
-    path = pathlib.Path(args.resume_from_checkpoint)
-    is_bare = os.sep not in args.resume_from_checkpoint.rstrip(os.sep)
-    places = [pathlib.Path(args.output_dir) / path] * is_bare + [path]
-    for place in places:
+    for place in (pathlib.Path(output_dir, wanted), pathlib.Path(wanted)):
         if place.exists():
             return place
     raise RefusedError(
-        f"--resume_from_checkpoint {path}: there is no {' or '.join(map(os.path.abspath, places))}; complete ones in "
-        f"{args.output_dir}: {', '.join(place.name for place in existing.values()) or 'none'}."
+        f"--resume_from_checkpoint {wanted}: there is no such path, in --output_dir or from {os.getcwd()}; complete "
+        f"ones in {output_dir}: {', '.join(place.name for place in existing.values()) or 'none'}."
     )
 
 
@@ -144,16 +117,14 @@ def refuse_changed_settings(args, settings, path):
     Raises:
         RefusedError: It names the first one that differs.
     """
-    for name, before in settings.items():
+    for name, flag in ROWS.items():
         now = json.loads(json.dumps(getattr(args, name, None)))
+        before = settings.get(name, now)
         # With two experts the first one's length tells where the second begins.
         is_fixed = getattr(args, "expert", None) == "both" and name in ("max_train_steps", "num_train_epochs")
-        if now != before and (is_fixed or name not in ROWS or ROWS[name].change is FIXED):
-            label = ROWS[name].label if name in ROWS else name
-            raise RefusedError(
-                f"{label} is {now} and was {before} in {path}: a resumed run keeps the settings it had. Give "
-                "the old value, or start a new run."
-            )
+        if now != before and (is_fixed or flag.change is FIXED):
+            changed = f"{flag.label} is {now} and was {before} in {path}"
+            raise RefusedError(f"{changed}: a resumed run keeps the settings it had. Give the old value.")
 
 
 def describe_checkpoint(found):
@@ -178,34 +149,10 @@ def check_same_weights(args, resumed, batches, weights):
     before = resumed.get("weights", weights)
     for part in weights if args.dry_run else weights | before:
         if weights.get(part) != before.get(part):
-            given = (args.pretrained_model_name_or_path, args.transformer_path, args.lora_init_path)
             raise RefusedError(
                 f"--resume_from_checkpoint {args.resume_from_checkpoint}: its run had a {part} of other weights than "
-                f"this one ({', '.join(filter(None, given))}). Give those it had, which may have moved, or start a "
-                "new run."
+                "this one. Give those it had, which may have moved, or start a new run."
             )
-
-
-def _refuse_to_repeat(args):
-    """Raise if the run in the output folder has ended: to start it again would replace its results."""
-    try:
-        ended = "measured" in json.loads((pathlib.Path(args.output_dir) / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if ended:
-        _refuse_unless_dry_run(
-            args,
-            f"--resume_from_checkpoint latest: {args.output_dir} holds the results of a run that has ended, and no "
-            "checkpoint to resume from; give another --output_dir, or start from its weights with --lora_init_path or "
-            "--transformer_path.",
-        )
-
-
-def _refuse_unless_dry_run(args, message):
-    """Raise `RefusedError`, or in a dry run log what the run itself would be refused for."""
-    if not args.dry_run:
-        raise RefusedError(message)
-    logger.warning("without --dry_run this would be refused: %s", message)
 
 
 def _check_processes(args, before, accelerator):
@@ -214,13 +161,9 @@ def _check_processes(args, before, accelerator):
     if before == now:
         return
     changed = f"--resume_from_checkpoint: this run has {now} processes, that of the checkpoint had {before}"
-    if uses_deepspeed(accelerator):
-        raise RefusedError(f"{changed}, over which DeepSpeed has spread the optimizer's state; start as many.")
-    if args.lora_dropout:
-        raise RefusedError(f"{changed}, each with its own random state for --lora_dropout; start as many.")
-    logger.warning(
-        "%s; samples, noise and sigmas stay the same, gradients are added up in another order (rounding)", changed
-    )
+    if uses_deepspeed(accelerator) or args.lora_dropout:
+        raise RefusedError(f"{changed}, each with its own state of DeepSpeed or --lora_dropout; start as many.")
+    logger.warning("%s; samples, noise and sigmas stay the same, gradients but for rounding", changed)
 
 
 def register_state(accelerator, weights, average, lr_scheduler):
@@ -242,12 +185,9 @@ def register_state(accelerator, weights, average, lr_scheduler):
     def load(models, input_dir):
         models.clear()  # Accelerate would look for a file of each; under DeepSpeed there is none anyway
         tensors = safetensors.torch.load_file(pathlib.Path(input_dir) / _WEIGHTS_FILE)
-        if differing := sorted(set(tensors) ^ set(weights.parameters)):
-            raise RefusedError(
-                f"--resume_from_checkpoint: the checkpoint trains other parameters than this run, such as "
-                f"{', '.join(differing[:3])}; resume with the flags that it was made with."
-            )
-        weights.load(tensors)
+        for name, master in weights.named_masters():
+            master.detach().copy_(tensors[name])
+        weights.write_back()
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
@@ -270,7 +210,6 @@ def save_checkpoint(accelerator, args, step, batches):
     """
     output_dir = pathlib.Path(args.output_dir)
     final, unfinished = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.tmp"
-    on_main_process(accelerator, lambda: _delete_unfinished(output_dir))
 
     def complete():
         files = sorted(path for path in unfinished.rglob("*") if path.is_file())
@@ -278,10 +217,8 @@ def save_checkpoint(accelerator, args, step, batches):
         state["files"] = {str(file.relative_to(unfinished)): file.stat().st_size for file in files}
         (unfinished / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         rename_folder(unfinished, final)
-        delete_folder(_set_aside(final))
-
-    def delete_old():
-        for old in list(list_checkpoints(output_dir).values())[: -args.checkpoints_total_limit]:
+        num_kept = args.checkpoints_total_limit or step
+        for old in [_set_aside(final), *list(list_checkpoints(output_dir).values())[:-num_kept]]:
             delete_folder(old)
 
     kwargs = {"exclude_frozen_parameters": True} if uses_deepspeed(accelerator) else {}
@@ -290,27 +227,28 @@ def save_checkpoint(accelerator, args, step, batches):
         on_main_process(accelerator, complete)
     # torch and safetensors have errors of their own for a disk that is full.
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        problem = str(error)
-        if "inline_container" in problem or "iostream" in problem:  # torch does not say why
-            problem = f"a file was cut off, as where the disk is full ({problem})"
         if accelerator.is_main_process:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise FailedError(
-            f"{final.name} cannot be written to {output_dir}: {problem}. The checkpoints before it are as they were; "
+            f"{final.name} cannot be written to {output_dir}: {error}. The checkpoints before it are as they were; "
             "make room and continue with --resume_from_checkpoint latest."
         ) from error
-    if args.checkpoints_total_limit is not None:
-        on_main_process(accelerator, delete_old)
-
-
-def _delete_unfinished(output_dir):
-    """Delete what a run that was killed has left of checkpoints that it was writing or deleting."""
-    for left in (*output_dir.glob("checkpoint-*.tmp"), *output_dir.glob("checkpoint-*.old")):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def _set_aside(path):
     return path.with_name(path.name + ".replaced")
+
+
+def clear_later_steps(output_dir, step):
+    """Delete what a killed run has left of a checkpoint, and set checkpoints after `step` aside.
+
+    Otherwise `latest` would resume from these before this run is as far.
+    """
+    for left in (*output_dir.glob("checkpoint-*.tmp"), *output_dir.glob("checkpoint-*.old")):
+        shutil.rmtree(left, ignore_errors=True)
+    for later in [path for number, path in list_checkpoints(output_dir).items() if number > step]:
+        rename_folder(later, _set_aside(later))
+        logger.warning("%s is renamed to %s until there is a new one", later, _set_aside(later).name)
 
 
 def load_checkpoint(accelerator, path, lr_scheduler):
@@ -320,20 +258,6 @@ def load_checkpoint(accelerator, path, lr_scheduler):
         accelerator (`Accelerator`), path (`pathlib.Path`)
         lr_scheduler (`LambdaLR`): That of this run; it holds, also where the length of the run changed.
     """
-
-    def set_later_ones_aside():
-        output_dir, step = pathlib.Path(accelerator.project_dir), _read_state(path)["step"]
-        _delete_unfinished(output_dir)  # no later save might do it
-        for later in [other for number, other in list_checkpoints(output_dir).items() if number > step]:
-            # Or `latest` would resume from them before this run is as far.
-            delete_folder(_set_aside(later))
-            later.rename(_set_aside(later))
-            logger.warning(
-                "%s is later than %s, from which this run continues: it is set aside as %s until there is a new one",
-                *(later, path.name, _set_aside(later).name),
-            )
-
-    on_main_process(accelerator, set_later_ones_aside)
     kwargs = {"load_module_strict": False} if uses_deepspeed(accelerator) else {}
     accelerator.load_state(path, **kwargs)
     # It counts micro-batches, of which a step may have another number now; a checkpoint is of the end of a step.

@@ -83,7 +83,7 @@ def module_output(module, dataset):
     module.eval()
     batch = send_to_device(collate([dataset[1, 0, 0]], dataset.padded), next(module.parameters()).device)
     noisy_latents = add_noise(batch["latents"], batch["noise"], batch["sigmas"])
-    return module.predict(noisy_latents, batch["sigmas"] * 1000, batch)
+    return module.family.predict(module.transformer, noisy_latents, batch["sigmas"] * 1000, batch)
 
 
 # ---------------------------------------------------------------- a LoRA file

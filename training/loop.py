@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 
 import torch
@@ -13,7 +14,7 @@ from runtime.processes import StopRequest
 from training.checkpoints import load_checkpoint, register_state, save_checkpoint
 from training.ema import WeightAverage
 from training.launch import seed_module_randomness
-from training.metrics import Metrics, keep_metrics
+from training.metrics import Metrics, keep_steps_before
 from training.module import trainable_parameters
 from training.optimizers import prepare_training, uses_deepspeed
 
@@ -72,7 +73,10 @@ def train(training):
     """
     accelerator, args, batches = training.accelerator, training.args, training.batches
     model, optimizer, lr_scheduler, weights, average = _prepare(training)
-    with AfterStep(training, optimizer, average) as after, contextlib.closing(_load(training)) as loader:
+    after = AfterStep(training, optimizer, average)
+    # Without its bar, a reason for an early end would be printed on the line of it.
+    with after.stop, after.metrics.bar, contextlib.closing(_load(training)) as loader:
+        after.catch_up()
         for step in training.steps:
             num_micro_batches = len(batches.micro_batches(step))
             # The last step of an epoch may have fewer micro-batches than Accelerate counts up to.
@@ -94,6 +98,7 @@ def train(training):
             lr_scheduler.step()
             optimizer.zero_grad()
             after(step, losses, sample_losses, lr=lr, grad_norm=grad_norm)
+    training.log.end_training()
     average.replace_weights()
 
 
@@ -115,42 +120,39 @@ class AfterStep:
     """
 
     def __init__(self, training, optimizer, average):
-        self.training, self.average, self.is_skipped = training, average, False
+        self.training, self.average, self.is_skipped, self.saved_step = training, average, False, None
         accelerator, module = training.accelerator, training.module
         first_step = training.steps_before + training.steps.start
-        self.num_skipped = keep_metrics(accelerator, training.args.output_dir, first_step, training.checkpoint)
+        self.num_skipped = keep_steps_before(first_step, accelerator, training.args.output_dir, training.checkpoint)
         self.metrics, self.stop = Metrics(training), StopRequest(accelerator)
         self.liveness = GradientLiveness(trainable_parameters(module))
         training.log.watch(module, optimizer, step=first_step, average=average.tensors)
 
-    def __enter__(self):
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.stop)
-            # Or the reason for an early end would be printed on the line of the bar.
-            stack.callback(self.metrics.bar.close)
-            self._validate_what_is_missing()
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, kind, *_):
-        with self._stack:
-            if kind is None:
-                self.metrics.close()
-
-    def _validate_what_is_missing(self):
+    def catch_up(self):
         """Validate after the step of the checkpoint, where a run was killed in the middle of that."""
         training = self.training
-        number = training.steps_before + training.resumed_steps
-        is_possible = training.steps and training.checkpoint is not None and training.validation is not None
-        if is_possible and training.validation.is_missing(number):
-            self._validate(number)
-            if stopped_by := self.stop.agreed():
-                raise StoppedError(f"stopped by {stopped_by}; {training.checkpoint} is complete, resume from it")
+        if training.steps and training.checkpoint is not None:
+            self._validate_if_due(training.steps_before + training.resumed_steps)
 
-    def _validate(self, number):
+    def _validate_if_due(self, number):
         training = self.training
-        with training.log.aside("previews"), self.average.applied(), self.metrics.aside():
-            training.validation.run(number, is_stopped=lambda: self.stop.signal != 0)
+        if training.validation is not None and training.validation.is_due(number):
+            with training.log.aside("previews"), self.average.applied(), self.metrics.aside():
+                training.validation.run(number, is_stopped=lambda: self.stop.signal != 0)
+            self._end_if_stopped(number)
+
+    def _save(self, number):
+        training, self.saved_step = self.training, number
+        self.metrics.flush()
+        with self.metrics.aside():
+            save_checkpoint(training.accelerator, training.args, number, training.batches)
+
+    def _end_if_stopped(self, number):
+        if stopped_by := self.stop.agreed():
+            if self.saved_step != number:
+                self._save(number)
+            what_to_do = f"checkpoint-{number} is complete, continue with --resume_from_checkpoint latest"
+            raise StoppedError(f"stopped by {stopped_by} after step {number}; {what_to_do}")
 
     def skips(self, grad_norm):
         """Return whether the step is left out, as --max_skipped_steps allows where its gradient is not finite."""
@@ -179,23 +181,15 @@ class AfterStep:
         if step == steps[: 2 if accelerator.num_processes == 1 else 1][-1]:
             self.liveness.check()
         number, is_last = training.steps_before + step, step == steps[-1]
+        if is_last or self.is_skipped or step % args.logging_steps == 0:
+            metrics.flush()
         # A run that continues with another transformer has a checkpoint between the two.
-        is_due = number % (args.checkpointing_steps or number + 1) == 0
-        saves = is_due or (args.checkpointing_steps is not None and is_last and not training.stage.is_last)
-        validates = not is_last and training.validation is not None and training.validation.is_due(number)
-        if saves or validates or is_last or self.is_skipped or step % args.logging_steps == 0:
-            metrics.flush()
-        if saves:
-            with metrics.aside():
-                save_checkpoint(accelerator, args, number, training.batches)
-        if validates and not self.stop.agreed():
-            self._validate(number)
-        if stopped_by := self.stop.agreed():
-            metrics.flush()
-            if not saves:
-                save_checkpoint(accelerator, args, number, training.batches)
-            what_to_do = f"checkpoint-{number} is complete, continue with --resume_from_checkpoint latest"
-            raise StoppedError(f"stopped by {stopped_by} after step {number}; {what_to_do}")
+        if every := args.checkpointing_steps:
+            if number % every == 0 or (is_last and not training.stage.is_last):
+                self._save(number)
+        self._end_if_stopped(number)
+        if not is_last:
+            self._validate_if_due(number)
 
 
 def _prepare(training):
@@ -206,8 +200,8 @@ def _prepare(training):
     """
     accelerator, args, module = training.accelerator, training.args, training.module
     module.train()
-    how = {"optimizer": training.optimizer, "last_step": training.batches.last_step}
-    model, optimizer, lr_scheduler, weights = prepare_training(accelerator, module, args, **how)
+    what = accelerator, module, args, training.optimizer, training.batches.last_step
+    model, optimizer, lr_scheduler, weights = prepare_training(*what)
     average = WeightAverage(weights, args)
     training.log.point("prepared")
     register_state(accelerator, weights, average, lr_scheduler)
@@ -224,9 +218,7 @@ def clip_gradients(accelerator, weights, max_grad_norm):
     if uses_deepspeed(accelerator):
         # The engine clipped and stepped in `backward`, by the same setting.
         return torch.as_tensor(accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm())
-    if max_grad_norm > 0:
-        return accelerator.clip_grad_norm_(weights.masters, max_grad_norm)
-    return torch.nn.utils.get_total_norm([master.grad for master in weights.masters if master.grad is not None])
+    return accelerator.clip_grad_norm_(weights.masters, max_grad_norm or math.inf)
 
 
 class GradientLiveness:

@@ -17,6 +17,7 @@ from blockwise import offload
 from runtime.errors import FailedError
 from runtime.files import delete_folder, write_json_lines
 from runtime.processes import gather_from_all, on_main_process
+from training.checkpoints import clear_later_steps
 
 
 logger = logging.getLogger(__name__)
@@ -36,32 +37,31 @@ def read_metrics(path):
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def keep_metrics(accelerator, output_dir, first_step, checkpoint=None):
-    """Delete the lines of metrics.jsonl, and the results of validation, from `first_step` on.
+def keep_steps_before(first_step, accelerator, output_dir, checkpoint=None):
+    """Take out of the output folder what is of `first_step` or later. Every process must call it.
 
-    They are of an earlier run, or of steps after the checkpoint, which are made again. Every process must call it.
+    That is what an earlier run has left, or what a run did after the checkpoint, which is done again: lines of
+    metrics.jsonl, results of validation, checkpoints.
 
     Args:
+        first_step (`int`): The next step, counted over the whole run.
         accelerator (`Accelerator`), output_dir (`str`)
-        first_step (`int`): Counted over the whole run.
         checkpoint (`pathlib.Path`, *optional*): That the run resumes from; the earlier lines are next to it.
 
     Returns:
         `int`: How many of the last steps before were skipped since their gradients were not finite.
     """
-    path, kept = pathlib.Path(output_dir) / METRICS_FILE, []
-    earlier = checkpoint.parent / METRICS_FILE if checkpoint is not None else path
-    earlier = earlier if earlier.exists() else path
+    path = pathlib.Path(output_dir) / METRICS_FILE
+    earlier = path if checkpoint is None or path.exists() else checkpoint.parent / METRICS_FILE
 
     def keep():
-        if first_step > 1 and earlier.exists():
-            kept.extend(line for line in read_metrics(earlier) if line["step"] < first_step)
-        if len(kept) != first_step - 1:
-            logger.warning("%s lacks %d of the steps before step %d", path, first_step - 1 - len(kept), first_step)
+        lines = read_metrics(earlier) if earlier.exists() else []
+        kept = [line for line in lines if line["step"] < first_step]
         write_json_lines(path, kept)
         for folder in path.parent.glob("validation/step-*"):
             if int(folder.name.rpartition("-")[2]) >= first_step:
                 delete_folder(folder)
+        clear_later_steps(path.parent, first_step - 1)
         return len(list(itertools.takewhile(lambda line: line["grad_norm"] is None, reversed(kept))))
 
     return on_main_process(accelerator, keep)
@@ -95,13 +95,25 @@ class Metrics:
             grad_norm (`torch.Tensor`, a scalar): Before clipping, of the whole gradient.
             may_be_bad (`bool`): The step was skipped since loss or gradient is not finite, and that is allowed.
         """
-        now, parked = time.perf_counter(), offload.counters()
-        record = {"step": step, "lr": lr, "seconds": now - self.last_time, "device_peak_bytes": self.log.end_step()}
-        record["offloaded_bytes"] = parked["parked_bytes"] - self.last_parked["parked_bytes"]
+        now, parked, indices = time.perf_counter(), offload.counters(), self.batches.step(step)
+        stage = self.training.stage
+        line = {
+            "step": self.training.steps_before + step,
+            "epoch": self.batches.epoch(step),
+            **({} if stage.name is None else {"expert": stage.name}),
+            "loss": loss.detach(),
+            "lr": lr,
+            "grad_norm": grad_norm.detach(),
+            "sigmas": [self.dataset.sigma(step, position, index) for position, index in enumerate(indices)],
+            "samples": [self.dataset.ids[index] for index in indices],
+            "seconds": now - self.last_time,
+            "device_peak_bytes": self.log.end_step(),
+            "offloaded_bytes": parked["parked_bytes"] - self.last_parked["parked_bytes"],
+            "host_rss_bytes": self.process.memory_info().rss,
+        }
+        self.pending.append((line, step, sample_losses, may_be_bad))
         self.log.parking = {name: parked[name] - self.last_parked[name] for name in _PARKING}
-        record["host_rss_bytes"] = self.process.memory_info().rss
         self.last_time, self.last_parked = now, parked
-        self.pending.append((record, loss.detach(), grad_norm.detach(), sample_losses, may_be_bad))
         self.bar.update()
 
     @contextlib.contextmanager
@@ -109,10 +121,7 @@ class Metrics:
         """Context for what is done between two steps and belongs to neither."""
         start = time.perf_counter()
         yield
-        seconds = time.perf_counter() - start
-        self.last_time += seconds
-        if not self.bar.disable:
-            self.bar.start_t += seconds  # or the time that is left would be wrong
+        self.last_time += time.perf_counter() - start
         self.last_parked = offload.counters()
 
     def flush(self):
@@ -123,12 +132,15 @@ class Metrics:
         """
         if not self.pending:
             return
-        records, losses, norms, sample_losses, may_be_bad = zip(*self.pending, strict=True)
-        self.pending = []
-        losses = self.accelerator.reduce(torch.stack(losses).float(), reduction="mean").tolist()
-        norms = torch.stack(norms).float().tolist()
+        pending, self.pending = self.pending, []
+        lines = [line for line, *_ in pending]
+        losses = self.accelerator.reduce(torch.stack([line["loss"] for line in lines]).float(), reduction="mean")
+        norms = torch.stack([line["grad_norm"] for line in lines]).float()
+        for line, loss, norm in zip(lines, losses.tolist(), norms.tolist(), strict=True):
+            # JSON has no word for a number that is not finite.
+            values = {"loss": loss, "grad_norm": norm}
+            line |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         if self.accelerator.is_main_process:
-            lines = [self._line(*entry) for entry in zip(records, losses, norms, strict=True)]
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
                 file.flush()
@@ -136,42 +148,20 @@ class Metrics:
             for line in lines:
                 values = {f"train/{name}": line[name] for name in _TRACKED if line[name] is not None}
                 self.accelerator.log(values, step=line["step"])
-        self.bar.set_postfix(loss=f"{losses[-1]:.4f}", lr=f"{records[-1]['lr']:.2e}")
-        for entry in zip(records, losses, norms, sample_losses, may_be_bad, strict=True):
+        self.bar.set_postfix(loss=lines[-1]["loss"], lr=lines[-1]["lr"])
+        for entry in pending:
             self._check(*entry)
 
-    def _check(self, record, loss, norm, sample_losses, may_be_bad):
+    def _check(self, line, step, sample_losses, may_be_bad):
         """Raise if the numbers of a step are not finite, or warn if that is allowed."""
-        if math.isfinite(loss) and math.isfinite(norm):
+        if None not in (line["loss"], line["grad_norm"]):
             return
-        own = itertools.chain(*self.batches.own_part(record["step"], self.accelerator.process_index))
+        own = itertools.chain(*self.batches.own_part(step, self.accelerator.process_index))
         finite = sample_losses.isfinite().tolist()
         bad = [self.dataset.ids[index] for (*_, index), good in zip(own, finite, strict=True) if not good]
         bad = set(itertools.chain(*gather_from_all(self.accelerator, bad)))
-        what = "the loss is not finite for" if bad else "its samples are"
-        samples = bad or {self.dataset.ids[index] for index in self.batches.step(record["step"])}
-        where = f"step {self.training.steps_before + record['step']} has loss {loss} and gradient norm {norm}; "
-        where += f"{what} {', '.join(sorted(samples))}"
+        what = "the loss is not finite for" if bad else "the gradient norm is not finite; its samples are"
+        found = f"step {line['step']}: {what} {', '.join(sorted(bad or {*line['samples']}))}"
         if not may_be_bad:
-            raise FailedError(f"{where}. Nothing was saved after the last checkpoint.")
-        logger.warning("%s; the step was skipped, as --max_skipped_steps allows", where)
-
-    def _line(self, record, loss, grad_norm):
-        """Return the line of metrics.jsonl for one optimizer step."""
-        step, indices = record["step"], self.batches.step(record["step"])
-        return {
-            "step": self.training.steps_before + step,
-            "epoch": self.batches.epoch(step),
-            **({} if self.training.stage.name is None else {"expert": self.training.stage.name}),
-            "loss": loss if math.isfinite(loss) else None,  # JSON has no other word for it
-            "lr": record["lr"],
-            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
-            "sigmas": [self.dataset.sigma(step, position, index) for position, index in enumerate(indices)],
-            "samples": [self.dataset.ids[index] for index in indices],
-        } | {name: value for name, value in record.items() if name != "step"}
-
-    def close(self):
-        """Write what is left, and end the bar and the watch over memory."""
-        self.flush()
-        self.bar.close()
-        self.log.end_training()
+            raise FailedError(f"{found}. Nothing was saved after the last checkpoint.")
+        logger.warning("%s; the step was skipped, as --max_skipped_steps allows", found)

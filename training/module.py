@@ -34,14 +34,10 @@ class DiffusionTrainingModule(nn.Module):
         self.family, self.transformer, self.loss_weighting = family, transformer, loss_weighting
         self.sample_losses = None
 
-    def predict(self, noisy_latents, timestep, batch):
-        """Predict the flow; see `Family.predict`."""
-        return self.family.predict(self.transformer, noisy_latents, timestep, batch)
-
     def losses(self, batch, loss_weighting="none"):
         """Return the loss (fp32) of each sample of a micro-batch from `collate`, of shape (B,)."""
         latents, noise, sigmas = batch["latents"], batch["noise"], batch["sigmas"]
-        prediction = self.predict(add_noise(latents, noise, sigmas), sigmas * 1000, batch)
+        prediction = self.family.predict(self.transformer, add_noise(latents, noise, sigmas), sigmas * 1000, batch)
         prediction, target = map(self.family.trained_part, (prediction, flow_target(latents, noise)))
         return flow_losses(prediction, target, sigmas, loss_weighting)
 
@@ -70,25 +66,20 @@ def find_lora_targets(transformer, names, *, never_trained):
     Raises:
         RefusedError: A name matches nothing, or no linear layer that trains.
     """
-    modules = dict(transformer.named_modules())
-    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    targets, problems = set(), []
+    linears = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    trained = [name for name in linears if not _is_part_of(name, never_trained)]
+    targets = set()
     for name in names:
-        matching = [full for full in modules if full == name or full.endswith("." + name)]
-        trained = [full for full in matching if full in linears and not _is_part_of(full, never_trained)]
-        targets.update(trained)
+        matching = [full for full in trained if full == name or full.endswith("." + name)]
+        targets.update(matching)
         if not matching:
             # The ends of the existing names, without the numbers of the blocks.
-            ends = {re.sub(r"^.*?\.\d+\.", "", full) for full in linears}
+            ends = {re.sub(r"^.*?\.\d+\.", "", full) for full in trained}
             ends |= {end.rpartition(".")[2] for end in ends}
-            close = difflib.get_close_matches(name, sorted(ends), n=3, cutoff=0.5) or sorted(ends)[:12]
-            problems.append(f"{name!r} matches no layer (near: {', '.join(close)})")
-        elif not trained:
-            kind = "layers that get no gradient" if set(matching) & {*linears} else type(modules[matching[0]]).__name__
-            problems.append(f"{name!r} matches only {kind}; only Linear layers with a gradient can be adapted")
-    if problems:
-        raise RefusedError(f"--lora_target_modules: {'; '.join(problems)}.")
-    return [name for name in linears if name in targets]
+            near = ", ".join(difflib.get_close_matches(name, sorted(ends), n=3, cutoff=0.5) or sorted(ends)[:12])
+            no_such = f"{name!r} is no Linear layer that gets a gradient"
+            raise RefusedError(f"--lora_target_modules: {no_such} (near: {near}).")
+    return [name for name in trained if name in targets]
 
 
 class MasterLinear(nn.Linear):
@@ -113,8 +104,8 @@ def add_lora(transformer, targets, args):
     torch.manual_seed(args.seed)
     for layer in lora_layers(transformer).values():
         for adapters in (layer.lora_A, layer.lora_B):
-            stock, how = adapters[ADAPTER_NAME], {"bias": False, "dtype": torch.float32}
-            how["device"] = stock.weight.device
+            stock = adapters[ADAPTER_NAME]
+            how = {"bias": False, "dtype": torch.float32, "device": stock.weight.device}
             adapters[ADAPTER_NAME] = MasterLinear(stock.in_features, stock.out_features, **how)
         layer.cast_input_dtype_enabled = False
         # Drawn again, since PEFT drew in the dtype of the base.
@@ -126,18 +117,13 @@ def lora_layers(transformer):
     return {name: module for name, module in transformer.named_modules() if isinstance(module, LoraLayer)}
 
 
-def train_all_weights(transformer, *, never_trained):
-    """Make every parameter of `transformer` trainable but those in the modules `never_trained`."""
-    for name, parameter in transformer.named_parameters():
-        parameter.requires_grad_(not _is_part_of(name, never_trained))
-
-
 def make_trainable(transformer, args, names):
     """Give the layers `names` of `transformer` an adapter, or in full training train all but the modules `names`."""
     if args.training_mode == "lora":
         add_lora(transformer, names, args)
-    else:
-        train_all_weights(transformer, never_trained=names)
+        return
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_(not _is_part_of(name, names))
 
 
 def parameters_to_train(skeleton, args, names):

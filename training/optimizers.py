@@ -1,7 +1,6 @@
 """Optimizers by name or import path, and fp32 master copies of bf16 weights."""
 
 import importlib
-import inspect
 import json
 
 import torch
@@ -36,17 +35,15 @@ def find_optimizer(args, device):
     module, _, name = path.rpartition(".")
     try:
         optimizer_class = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        is_known = args.optimizer in _PATHS
-        hint = f"run pip install {path.partition('.')[0]}" if is_known else "give the import path of a class"
+        if not issubclass(optimizer_class, torch.optim.Optimizer):
+            raise TypeError("it is not a torch optimizer class")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        hint = f"run pip install {path.partition('.')[0]}" if args.optimizer in _PATHS else "give the path of a class"
         raise RefusedError(f"--optimizer {args.optimizer}: cannot import {path} ({error}); {hint}.") from None
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise RefusedError(f"--optimizer {args.optimizer}: {path} is not a torch optimizer class.")
     if args.optimizer == "adamw" and device.type != "cpu" and "foreach" not in args.optimizer_args:
         args.optimizer_args.setdefault("fused", True)  # the default there needs 4 more bytes per weight for a moment
-    for key in ("lr", "weight_decay"):
-        if key in args.optimizer_args:
-            raise RefusedError(f"--optimizer_args: give {key} by --{key.replace('lr', 'learning_rate')}.")
+    if not args.optimizer_args.keys().isdisjoint(("lr", "weight_decay")):
+        raise RefusedError("--optimizer_args: give lr by --learning_rate and weight_decay by --weight_decay.")
     arguments = {"lr": args.learning_rate}
     if args.weight_decay is not None:
         arguments["weight_decay"] = args.weight_decay
@@ -69,27 +66,19 @@ def _try_optimizer(args, optimizer_class, arguments, device):
         optimizer.step()
         schedule.step()
     except Exception as error:  # each class has errors of its own for bad values
-        raise RefusedError(
-            f"--optimizer {args.optimizer}, which takes {', '.join(inspect.signature(optimizer_class).parameters)}, "
-            f"does not work with --learning_rate {args.learning_rate}, --weight_decay {args.weight_decay}, "
-            f"--lr_scheduler {args.lr_scheduler} and --optimizer_args {args.optimizer_args}: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}."
-        ) from None
+        given = f"--learning_rate {args.learning_rate}, --weight_decay {args.weight_decay}, --lr_scheduler "
+        given += f"{args.lr_scheduler} and --optimizer_args {args.optimizer_args}"
+        raise RefusedError(f"--optimizer {args.optimizer} does not work with {given}: {error!r}.") from None
 
 
 def make_schedule(args, optimizer, num_steps):
     """Return the schedule of the learning rate that the flags ask for, as a `LambdaLR` over `num_steps` steps."""
-    return get_scheduler(
-        args.lr_scheduler,
-        optimizer,
-        num_warmup_steps=args.lr_warmup_steps,
-        num_training_steps=num_steps,
-        num_cycles=args.lr_num_cycles,
-        power=args.lr_power,
-    )
+    how = {"num_warmup_steps": args.lr_warmup_steps, "num_training_steps": num_steps}
+    how |= {"num_cycles": args.lr_num_cycles, "power": args.lr_power}
+    return get_scheduler(args.lr_scheduler, optimizer, **how)
 
 
-def prepare_training(accelerator, module, args, *, optimizer, last_step):
+def prepare_training(accelerator, module, args, optimizer, last_step):
     """Prepare what trains `module`. Its fp32 masters are made after Accelerate has placed, and maybe sharded, it.
 
     Args:
@@ -152,13 +141,6 @@ class MasterWeights:
     def named_masters(self):
         """Yield the masters with the names of their parameters."""
         return zip(self.parameters, self.masters, strict=True)
-
-    @torch.no_grad()
-    def load(self, tensors):
-        """Replace the masters, and with them the parameters, by tensors (`dict[str, torch.Tensor]`) of these names."""
-        for name, master in self.named_masters():
-            master.copy_(tensors[name])
-        self.write_back()
 
     def take_gradients(self):
         """Move the gradients of the parameters to their masters, adding them up."""

@@ -9,7 +9,7 @@ from diffusers.training_utils import free_memory
 from blockwise.stock import install_plan
 from dataset.batches import Sample, TrainingDataset, plan_batches
 from dataset.buckets import Sizing
-from dataset.cache import Cache
+from dataset.cache import Cache, read_entry
 from dataset.encoding import Encoding, EncodingPlan, check_room, count_caption_tokens, encode_missing
 from dataset.images import inspect_rows, read_image
 from dataset.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, describe_rows, read_datasets
@@ -77,13 +77,11 @@ def read_family(family_class, args):
     if family.values is not None:
         arguments.resolve_for_model(args, family.values)
     family.resolve(args)
-    lengths = [args.num_frames] if family.is_video else []
-    if args.bucket_config is not None:
-        lengths = map(int, itertools.chain(*args.bucket_config.values()))
-    for num_frames in lengths:
-        if num_frames < family.min_frames:
-            where = "--num_frames is" if args.bucket_config is None else "bucket_config has"
-            raise RefusedError(f"{where} {num_frames}; with a frame given at least {family.min_frames} are needed.")
+    of_buckets = itertools.chain(*(args.bucket_config or {}).values())
+    num_frames = min(map(int, of_buckets), default=getattr(args, "num_frames", 1))
+    if num_frames < family.min_frames:
+        where = "--num_frames is" if args.bucket_config is None else "bucket_config has"
+        raise RefusedError(f"{where} {num_frames}; with a frame given at least {family.min_frames} are needed.")
     return family
 
 
@@ -118,16 +116,12 @@ class Run:
         with refuse_unreadable_model(args):
             self.digests = family.check_weights(self.reads)
         self.optimizer = optimizers.find_optimizer(args, accelerator.device)
-        find = partial(checkpoints.find_checkpoint, args, accelerator)
-        found = agreed(accelerator, find, checkpoints.describe_checkpoint, patience_seconds=10)
-        self.checkpoint, self.resumed = found
+        find, describe = partial(checkpoints.find_checkpoint, args, accelerator), checkpoints.describe_checkpoint
+        self.checkpoint, self.resumed = agreed(accelerator, find, describe, patience_seconds=10)
 
     def is_finished(self, stage):
         """Return whether a stage was trained before the checkpoint that this run resumes from."""
         return self.resumed["step"] > (stage.number + 1) * self.batches.last_step
-
-    def _lora_file(self, stage):
-        return pathlib.Path(self.args.output_dir, stage.name, export.LORA_FILE)
 
     def choose_weights(self):
         """Find out what is trained, and read what it starts from."""
@@ -135,10 +129,7 @@ class Run:
         self.names, self.initial = never_trained, {}
         if args.training_mode == "lora":
             names = find_lora_targets(family.skeleton, args.lora_target_modules, never_trained=never_trained)
-            try:
-                family.check_lora_targets(names)
-            except ValueError as error:
-                raise RefusedError(f"--lora_target_modules {error}.") from None
+            family.check_lora_targets(names)
             read = lora_init.read_initial_lora
             self.names, self.initial = names, {stage: read(args, family, stage, names) for stage in family.stages}
 
@@ -159,12 +150,10 @@ class Run:
         batches = plan_batches(args, items, accelerator.num_processes, resumed=self.resumed, **how)
         arguments.check_length(args, batches.last_step)
         self.batches = batches
-        for stage in family.stages:
-            if self.is_finished(stage) and not self._lora_file(stage).is_file():
-                raise RefusedError(
-                    f"--resume_from_checkpoint: the checkpoint is of a later expert, and {args.output_dir} does not "
-                    f"have the LoRA of {stage.name}; resume in the --output_dir of that run."
-                )
+        for stage in filter(self.is_finished, family.stages):
+            if not pathlib.Path(args.output_dir, stage.name, export.LORA_FILE).is_file():
+                where = f"the checkpoint is of a later expert, and {args.output_dir} has no LoRA of {stage.name}"
+                raise RefusedError(f"--resume_from_checkpoint: {where}; resume in the --output_dir of that run.")
         dropped = [family.dropped_caption] * (args.caption_dropout > 0)
         prompts, count = validation.preview_prompts(args), family.count_prompt_tokens
         self.caption_tokens = count_caption_tokens([*items, *held_out], dropped + prompts, count)
@@ -193,10 +182,11 @@ class Run:
         tokens = {caption: family.embedded_tokens(kept) for caption, kept in self.caption_tokens.items()}
         records, held_out = ([item.record for item in items] for items in (self.items, self.held_out))
         to_encode = {"text encoder": missing["captions"], "VAE": missing["media"]}
+        preview_size = [self.preview_settings[name] for name in ("height", "width", "num_frames")]
         self.forecast = RunForecast(
             *(args, Launch.of(args, self.accelerator), family, self.names, self.optimizer),
             *(records, self.batches.samples_by_size, tokens, to_encode, held_out),
-            previews=validation.preview_size(args, self.items) if args.validation_prompt else None,
+            previews=preview_size if args.validation_prompt else None,
         )
         self.plan = plan_memory(args, self.forecast)
 
@@ -207,22 +197,14 @@ class Run:
             with refuse_unreadable_model(args):
                 fetch = partial(family.fetch_weights, self.reads, self.digests)
                 self.digests = agreed(self.accelerator, fetch, dict)
-        digests, trained = dict(self.digests), [stage.subfolder for stage in family.stages]
+        of_training = family.parts_read(previews=False)
+        digests = {part: digest for part, digest in self.digests.items() if part in of_training}
         for stage in family.stages if args.training_mode == "lora" else ():
             lora_init.check_base_of_lora(args, stage, digests.get(stage.subfolder))
             if len(family.stages) > 1:  # the second one starts from it later, maybe after a resume
                 tensors = itertools.chain(*self.initial[stage].values())
                 digests[f"LoRA to start {stage.name} from"] = family.digest_tensors(tensors)
-            if self.is_finished(stage):
-                digests |= self._digest_of_lora(stage)
-        for stage in family.stages:  # of previews alone
-            if stage.other not in trained:
-                digests.pop(stage.other, None)
         checkpoints.check_same_weights(args, self.resumed, self.batches, digests)
-
-    def _digest_of_lora(self, stage):
-        tensors = self.family.read_tensors(self._lora_file(stage)).values()
-        return {f"{stage.name}/{export.LORA_FILE}": self.family.digest_tensors(tensors)}
 
     def encode(self):
         """Run the encoders on what the cache lacks. Each is loaded once, if at all, and released."""
@@ -241,7 +223,7 @@ class Run:
         accelerator.trackers = self.accelerator.trackers
         resumed_steps = max(self.resumed["step"] - stage.number * self.batches.last_step, 0)
         with refuse_unreadable_model(args):
-            sampler = self._sampler(stage) if args.validation_prompt else None
+            sampler = self._sampler() if args.validation_prompt else None
             transformer = family.load_transformer(stage.subfolder)
         log.point("transformer loaded")
         make_trainable(transformer, args, self.names)
@@ -255,41 +237,26 @@ class Run:
         samples = [sample._replace(law=law) for sample, law in zip(self.samples, self.laws[stage], strict=True)]
         how = {"padded": family.padded, "caption_dropout": args.caption_dropout, "seed": args.seed}
         dataset = TrainingDataset(samples, **how)
-        training = Training(
-            *(accelerator, args, stage, module, dataset, self.batches, log, self.optimizer, resumed_steps),
-            checkpoint=self.checkpoint if resumed_steps else None,
-            validation=validation.Validation(accelerator, args, module, stage, held_out, sampler),
-        )
+        training = Training(accelerator, args, stage, module, dataset, self.batches, log, self.optimizer)
+        if resumed_steps:
+            training.resumed_steps, training.checkpoint = resumed_steps, self.checkpoint
+        if self.held_out or args.validation_prompt:
+            training.validation = validation.Validation(accelerator, args, module, stage, held_out, sampler)
         train(training)
         log.point("saving")
         path = export.save_result(accelerator, args, module, stage, self.digests[stage.subfolder])
-        if not stage.is_last:  # what the next one is trained with
-            self.batches.identity["weights"] |= on_main_process(accelerator, lambda: self._digest_of_lora(stage))
-        if training.validation.is_wanted:
+        if training.validation is not None:
             log.point("previews")
             training.validation.run(training.steps_before + self.batches.last_step)
             log.point("saving")
         export.check_result(accelerator, args, module, stage, dataset, path)
 
-    def _sampler(self, stage):
-        """Return the `Sampler` for the transformer of a `Stage`."""
+    def _sampler(self):
         family, args = self.family, self.args
-        return validation.Sampler(
-            family.load_preview_pipeline(),
-            partial(family.sample, **self.preview_settings | family.guidance(args.guidance_scale)),
-            self.prompt_entries,
-            load_other=partial(self._load_other, stage) if stage.other is not None else None,
-            takes_turns=self.forecast.previews_take_turns(self.plan),
-            fps=args.fps if family.is_video else None,
-        )
-
-    def _load_other(self, stage, pipeline):
-        """Give a preview pipeline the transformer that samples together with that of `stage`."""
-        family = self.family
-        pipeline.register_modules(**{stage.other: family.load_transformer(stage.other)})
-        for before in family.stages[: stage.number]:  # trained by this run
-            if before.subfolder == stage.other:
-                export.load_result(pipeline, self.args.output_dir, before)
+        settings = self.preview_settings | family.guidance(args.guidance_scale)
+        texts = {text: read_entry(path) for text, path in self.prompt_entries.items()}
+        takes_turns = self.forecast.previews_take_turns(self.plan)
+        return validation.Sampler(family.load_preview_pipeline(), settings, texts, takes_turns)
 
 
 # ---------------------------------------------------------------- items and their encodings

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import pathlib
-from collections.abc import Callable
 
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
@@ -20,13 +19,13 @@ from diffusers import DiffusionPipeline
 from diffusers.training_utils import free_memory
 
 from dataset.batches import collate
-from dataset.cache import read_entry
 from dataset.draws import Draw
 from dataset.images import cover_and_crop, open_image
 from runtime.errors import RefusedError
 from runtime.files import whole_file, write_text
 from runtime.processes import gather_from_all, on_main_process
 from training.drawing import draw_grid, write_clip
+from training.export import load_result
 from training.trackers import log_previews
 
 
@@ -78,56 +77,42 @@ def preview_prompts(args):
     return prompts if not prompts or args.negative_prompt is None else [*prompts, args.negative_prompt]
 
 
-def preview_size(args, items):
-    """Return (height, width, frames) of previews: those of the run, or the most frequent ones where items differ."""
-    sizes = [(*item.record["used"]["size"], item.record["used"]["frames"]) for item in items]
-    (width, height, num_frames), _ = collections.Counter(sizes).most_common(1)[0]
-    if args.height is not None and args.width is not None:
-        height, width = args.height, args.width
-    return height, width, getattr(args, "num_frames", None) or num_frames
-
-
 def preview_settings(args, items):
     """Return what `Family.sample` is given for all previews of a run, except for the guidance.
+
+    The size is that of the run, or the most frequent one where items differ.
 
     Raises:
         RefusedError: An image of --validation_image cannot be read.
     """
-    height, width, num_frames = preview_size(args, items)
-    images = []
-    for path in getattr(args, "validation_image", None) or ():
-        if not pathlib.Path(path).is_file():
-            raise RefusedError(f"--validation_image: there is no file {path}.")
-        try:
-            images.append(cover_and_crop(open_image(path), height, width))  # as a frame that is trained
-        except RefusedError as error:
-            raise RefusedError(f"--validation_image: {error}") from None
-    settings = {"height": height, "width": width, "num_frames": num_frames, "images": images}
+    sizes = [(*item.record["used"]["size"], item.record["used"]["frames"]) for item in items]
+    (width, height, num_frames), _ = collections.Counter(sizes).most_common(1)[0]
+    if args.height is not None and args.width is not None:
+        height, width = args.height, args.width
+    settings = {"height": height, "width": width, "num_frames": getattr(args, "num_frames", None) or num_frames}
+    paths = getattr(args, "validation_image", None) or ()
+    images = [open_image(path, f"--validation_image {path}") for path in paths]
+    settings["images"] = [cover_and_crop(image, height, width) for image in images]  # as a frame that is trained
     return settings | {"num_inference_steps": args.num_inference_steps, "seed": args.validation_seed}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Samples previews.
+    """What samples previews.
 
     Args:
         pipeline (`DiffusionPipeline`): The stock one on the CPU, without transformers and text encoder.
-        sample (`Callable`): `Family.sample` with its settings bound.
-        entries (`dict[str, pathlib.Path]`): Where the cache has each of the `preview_prompts`.
-        load_other (`Callable[[DiffusionPipeline], None]`, *optional*):
-            Gives the pipeline the transformer that samples together with the trained one. It is freed after each use.
+        settings (`dict`): Of `Family.sample`.
+        texts (`dict[str, dict[str, torch.Tensor]]`): Each of the `preview_prompts`, encoded.
         takes_turns (`bool`):
             The device has no room for all parts of the pipeline together: each has it alone while the others wait in
             host memory.
-        fps (`float`, *optional*): Of clips; None for images.
     """
 
     pipeline: DiffusionPipeline
-    sample: Callable
-    entries: dict
-    load_other: Callable | None = None
-    takes_turns: bool = False
-    fps: float | None = None
+    settings: dict
+    texts: dict
+    takes_turns: bool
 
 
 class Validation:
@@ -149,24 +134,17 @@ class Validation:
         low, high = max(stage.sigma_range[0], args.min_sigma), min(stage.sigma_range[1], args.max_sigma)
         self.sigmas = [low + (band + 0.5) / NUM_BANDS * (high - low) for band in range(NUM_BANDS)]
 
-    @property
-    def is_wanted(self):
-        """Whether there is anything to do, at least after the last step."""
-        return bool(self.prompts or self.held_out)
-
     def is_due(self, step):
-        """Return whether something is to be done after an optimizer step."""
-        every = self.args.validation_steps
-        return self.is_wanted and every is not None and step % every == 0
-
-    def is_missing(self, step):
-        """Return whether something was due after a step and is not there, as after a kill in between.
+        """Return whether something is to be done after an optimizer step, and was not before a run was killed.
 
         The checkpoint of a step comes first, so that previews which fail cost nothing.
         """
+        every = self.args.validation_steps
+        if every is None or step % every:
+            return False
         names = ["grid.png"] * bool(self.prompts) + ["loss.json"] * bool(self.held_out)
         is_done = all((self._folder(step) / name).exists() for name in names)
-        return self.is_due(step) and not gather_from_all(self.accelerator, is_done)[0]
+        return not gather_from_all(self.accelerator, is_done)[0]
 
     def _folder(self, step):
         return pathlib.Path(self.args.output_dir) / "validation" / f"step-{step}"
@@ -219,8 +197,7 @@ class Validation:
         by_sigma = {f"{sigma:.4g}": loss for sigma, loss in zip(self.sigmas, bands, strict=True)}
         record = {"step": step, "loss": math.fsum(bands) / len(bands), "by_sigma": by_sigma, "num_items": len(losses)}
         write_text(self._folder(step) / "loss.json", json.dumps(record, indent=2) + "\n")
-        listed = ", ".join(f"{loss:.4f} at sigma {sigma}" for sigma, loss in by_sigma.items())
-        logger.info("step %d: the loss of %d held-out items is %.4f (%s)", step, len(losses), record["loss"], listed)
+        logger.info("step %d: the loss of %d held-out items is %.4f", step, len(losses), record["loss"])
         numbers = {f"validation/loss_at_{sigma}": loss for sigma, loss in by_sigma.items()}
         self.accelerator.log({"validation/loss": record["loss"]} | numbers, step=step)
 
@@ -236,14 +213,14 @@ class Validation:
 
         own, numbers = {}, range(len(self.prompts))[self._share]
         pipeline.register_modules(**{self.stage.subfolder: transformer})
-        if sampler.load_other is not None and numbers:
-            sampler.load_other(pipeline)
+        if self.stage.other is not None and numbers:
+            self._load_other(pipeline)
         pipeline.set_progress_bar_config(desc="preview", leave=False, disable=not self.accelerator.is_main_process)
-        texts = {text: read_entry(path) for text, path in sampler.entries.items()}
         with _on_device(pipeline, transformer, self.accelerator.device, takes_turns=sampler.takes_turns):
             for number in numbers:
-                given = texts[self.prompts[number]], texts.get(self.args.negative_prompt)
-                frames = sampler.sample(pipeline, *given, callback_on_step_end=after_each_step)
+                given = sampler.texts[self.prompts[number]], sampler.texts.get(self.args.negative_prompt)
+                how = sampler.settings | {"callback_on_step_end": after_each_step}
+                frames = self.module.family.sample(pipeline, *given, **how)
                 if is_stopped():
                     break
                 own[number] = frames
@@ -253,16 +230,24 @@ class Validation:
         previews = self._gathered(own)
         return previews if len(previews) == len(self.prompts) else []
 
+    def _load_other(self, pipeline):
+        """Give a pipeline the transformer that samples together with the trained one. It is freed after each use."""
+        family, other = self.module.family, self.stage.other
+        pipeline.register_modules(**{other: family.load_transformer(other)})
+        for before in family.stages[: self.stage.number]:  # trained by this run
+            if before.subfolder == other:
+                load_result(pipeline, self.args.output_dir, before)
+
     def _report_previews(self, previews, step):
-        clips, folder = {}, self._folder(step)
+        clips, folder, is_video = {}, self._folder(step), self.module.family.is_video
         for number, frames in enumerate(previews):
-            path = folder / f"prompt-{number:02}.{'png' if self.sampler.fps is None else 'mp4'}"
+            path = folder / f"prompt-{number:02}.{'mp4' if is_video else 'png'}"
             with whole_file(path) as temporary:
-                if self.sampler.fps is None:
-                    frames[0].save(temporary)
-                else:
-                    write_clip(temporary, frames, self.sampler.fps)
+                if is_video:
+                    write_clip(temporary, frames, self.args.fps)
                     clips[f"validation/{path.stem}"] = path
+                else:
+                    frames[0].save(temporary)
         grid = draw_grid(previews)
         with whole_file(folder / "grid.png") as temporary:
             grid.save(temporary)
@@ -286,19 +271,16 @@ class Validation:
 
 
 class _MoveToDevice(ModelHook):
-    """Moves the part that is about to run to the device and, if the parts take turns, the others to the host."""
+    """Moves the part that is about to run to the device, and those that it takes turns with to the host."""
 
-    def __init__(self, parts, device, takes_turns):
-        self.parts, self.execution_device, self.takes_turns = parts, device, takes_turns
-        self.running = None
+    def __init__(self, parts, device):
+        self.parts, self.execution_device = parts, device
 
     def pre_forward(self, module, *args, **kwargs):
-        if module is not self.running:
-            self.running = module
-            for part in self.parts if self.takes_turns else ():
-                if part is not module:
-                    _move_frozen(part, "cpu")
-            _move_frozen(module, self.execution_device)
+        for part in self.parts:
+            if part is not module:
+                _move_frozen(part, "cpu")
+        _move_frozen(module, self.execution_device)
         return args, kwargs
 
 
@@ -313,7 +295,7 @@ def _move_frozen(module, device):
 def _on_device(pipeline, trained, device, *, takes_turns):
     """Context in which the parts of a pipeline run on the device, all together or by turns; then `trained` has it."""
     parts = [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
-    hook = _MoveToDevice(parts, device, takes_turns)
+    hook = _MoveToDevice(parts if takes_turns else (), device)
     for part in parts:
         if part is not trained:
             part.requires_grad_(False)

@@ -22,7 +22,7 @@ from training.arguments import parse_args
 from training.flow_matching import SigmaLaw
 from training.launch import start_accelerator
 from training.loop import Training, train
-from training.metrics import Metrics, keep_metrics
+from training.metrics import Metrics, keep_steps_before
 from training.module import DiffusionTrainingModule
 from training.optimizers import find_optimizer
 
@@ -188,14 +188,14 @@ def test_a_step_whose_loss_is_not_finite_is_left_out(accumulation, tmp_path, cap
     for step, line in enumerate(lines_of(tmp_path), 1):
         assert (line["loss"] is None) == (line["grad_norm"] is None) == (step in skipped)
     said = [message for message in caplog.messages if "--max_skipped_steps" in message]
-    assert [int(re.search(r"^step (\d+)", message)[1]) for message in said] == skipped
+    assert [int(re.search(r"^step (\d+):", message)[1]) for message in said] == skipped
     assert all("the loss is not finite for 3; the step was skipped" in message for message in said)
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2])
 def test_more_steps_in_a_row_than_allowed_end_the_run(allowed, tmp_path):
     """All samples are bad: it ends at the first step that is one too many, and says which sample it had."""
-    with pytest.raises(FailedError, match=f"^step {allowed + 1} has .* not finite .* Nothing was saved") as error:
+    with pytest.raises(FailedError, match=f"^step {allowed + 1}: .* not finite .* Nothing was saved") as error:
         run(tmp_path, "--max_skipped_steps", str(allowed), "--logging_steps", "1", infinite=range(NUM_ITEMS))
     lines = lines_of(tmp_path)
     assert len(lines) == allowed + 1 and all(line["loss"] is None for line in lines)
@@ -235,4 +235,4 @@ def test_steps_left_out_before_a_resume_count(tmp_path):
     for first, expected in ((2, 1), (3, 0), (5, 2), (6, 3)):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         main = types.SimpleNamespace(is_main_process=True, num_processes=1)
-        assert keep_metrics(main, tmp_path, first) == expected
+        assert keep_steps_before(first, main, tmp_path) == expected
