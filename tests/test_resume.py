@@ -800,15 +800,8 @@ def test_weights_are_compared_by_content(find, copy):
     assert weights.keys() == {"transformer", "text_encoder", "vae"}
 
     def check(now, state=resumed, dry_run=False):
-        args = types.SimpleNamespace(
-            dry_run=dry_run,
-            resume_from_checkpoint="latest",
-            transformer_path=None,
-            lora_init_path=None,
-            pretrained_model_name_or_path="somewhere",
-        )
         batches = types.SimpleNamespace(identity={})
-        check_same_weights(args, state, batches, now)
+        check_same_weights(types.SimpleNamespace(dry_run=dry_run), state, batches, now)
         assert batches.identity == {"weights": now}
 
     check(weights)
@@ -816,7 +809,7 @@ def test_weights_are_compared_by_content(find, copy):
     check({"vae": weights["vae"]}, dry_run=True)
     for part in weights:
         for dry_run in (False, True):
-            with pytest.raises(RefusedError, match=rf"its run had a {part} of other weights than .* \(somewhere\)"):
+            with pytest.raises(RefusedError, match=rf"its run had a {part} of other weights"):
                 check(weights | {part: "other"}, dry_run=dry_run)
     with pytest.raises(RefusedError, match="its run had a LoRA to start low_noise from of other weights"):
         check(weights | {"LoRA to start low_noise from": "other"})

@@ -78,7 +78,12 @@ def find_checkpoint(args, accelerator):
             "schedule, the step and the order of the data, start a new run: --lora_init_path or --transformer_path."
         ) from None
     refuse_changed_settings(args, state["arguments"], path)
-    _check_processes(args, state["num_processes"], accelerator)
+    now, before = accelerator.num_processes, state["num_processes"]
+    if now != before:
+        changed = f"--resume_from_checkpoint: this run has {now} processes, that of the checkpoint had {before}"
+        if uses_deepspeed(accelerator) or args.lora_dropout:
+            raise RefusedError(f"{changed}, each with its own state of DeepSpeed or --lora_dropout; start as many.")
+        logger.warning("%s; samples, noise and sigmas stay the same, gradients but for rounding", changed)
     return path, state
 
 
@@ -127,11 +132,6 @@ def refuse_changed_settings(args, settings, path):
             raise RefusedError(f"{changed}: a resumed run keeps the settings it had. Give the old value.")
 
 
-def describe_checkpoint(found):
-    """Return what all processes have to find alike, from what `find_checkpoint` returns."""
-    return {"the checkpoint of --resume_from_checkpoint": found}
-
-
 def check_same_weights(args, resumed, batches, weights):
     """Make checkpoints remember which weights a run reads, and check that a resumed run reads the same.
 
@@ -149,21 +149,8 @@ def check_same_weights(args, resumed, batches, weights):
     before = resumed.get("weights", weights)
     for part in weights if args.dry_run else weights | before:
         if weights.get(part) != before.get(part):
-            raise RefusedError(
-                f"--resume_from_checkpoint {args.resume_from_checkpoint}: its run had a {part} of other weights than "
-                "this one. Give those it had, which may have moved, or start a new run."
-            )
-
-
-def _check_processes(args, before, accelerator):
-    """Log that a run continues with another number of processes, or raise if part of the state belongs to one."""
-    now = accelerator.num_processes
-    if before == now:
-        return
-    changed = f"--resume_from_checkpoint: this run has {now} processes, that of the checkpoint had {before}"
-    if uses_deepspeed(accelerator) or args.lora_dropout:
-        raise RefusedError(f"{changed}, each with its own state of DeepSpeed or --lora_dropout; start as many.")
-    logger.warning("%s; samples, noise and sigmas stay the same, gradients but for rounding", changed)
+            problem = f"its run had a {part} of other weights than this one"
+            raise RefusedError(f"--resume_from_checkpoint: {problem}; give those it had, or start a new run.")
 
 
 def register_state(accelerator, weights, average, lr_scheduler):
@@ -218,7 +205,7 @@ def save_checkpoint(accelerator, args, step, batches):
         (unfinished / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         rename_folder(unfinished, final)
         num_kept = args.checkpoints_total_limit or step
-        for old in [_set_aside(final), *list(list_checkpoints(output_dir).values())[:-num_kept]]:
+        for old in [output_dir / f"{final.name}.replaced", *list(list_checkpoints(output_dir).values())[:-num_kept]]:
             delete_folder(old)
 
     kwargs = {"exclude_frozen_parameters": True} if uses_deepspeed(accelerator) else {}
@@ -235,10 +222,6 @@ def save_checkpoint(accelerator, args, step, batches):
         ) from error
 
 
-def _set_aside(path):
-    return path.with_name(path.name + ".replaced")
-
-
 def clear_later_steps(output_dir, step):
     """Delete what a killed run has left of a checkpoint, and set checkpoints after `step` aside.
 
@@ -247,8 +230,8 @@ def clear_later_steps(output_dir, step):
     for left in (*output_dir.glob("checkpoint-*.tmp"), *output_dir.glob("checkpoint-*.old")):
         shutil.rmtree(left, ignore_errors=True)
     for later in [path for number, path in list_checkpoints(output_dir).items() if number > step]:
-        rename_folder(later, _set_aside(later))
-        logger.warning("%s is renamed to %s until there is a new one", later, _set_aside(later).name)
+        rename_folder(later, output_dir / f"{later.name}.replaced")
+        logger.warning("%s is renamed to %s.replaced until there is a new one", later, later.name)
 
 
 def load_checkpoint(accelerator, path, lr_scheduler):

@@ -92,7 +92,7 @@ class RunForecast:
         to_encode (`dict[str, dict]`):
             Phase of an encoder -> what is not in the cache yet, as `EncodingPlan.missing` has it.
         held_out (`list[dict]`): Records of the items that are encoded, and not trained.
-        previews (`tuple[int, int, int]`, *optional*): Height, width and frames of previews, where any are made.
+        previews (`dict`, *optional*): The settings of previews, see `preview_settings`, where any are made.
     """
 
     args: object
@@ -105,7 +105,7 @@ class RunForecast:
     caption_tokens: dict
     to_encode: dict
     held_out: list = ()
-    previews: tuple | None = None
+    previews: dict | None = None
 
     @functools.cached_property
     def parameters(self):
@@ -141,7 +141,8 @@ class RunForecast:
     @functools.cached_property
     def _preview(self):
         """The peak of what previews run in addition to the transformer, and its weights."""
-        return self._encode(self.previews, "previews")["previews"][:2]
+        size = [self.previews[name] for name in ("height", "width", "num_frames")]
+        return self._encode(size, "previews")["previews"][:2]
 
     @functools.cached_property
     def _heaviest(self):

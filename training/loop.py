@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import pathlib
 
 import torch
 from accelerate.utils import send_to_device
@@ -16,7 +15,7 @@ from training.ema import WeightAverage
 from training.launch import seed_module_randomness
 from training.metrics import Metrics, keep_steps_before
 from training.module import trainable_parameters
-from training.optimizers import prepare_training, uses_deepspeed
+from training.optimizers import prepare_training
 
 
 @dataclasses.dataclass
@@ -47,7 +46,7 @@ class Training:
     log: object
     optimizer: tuple
     resumed_steps: int = 0
-    checkpoint: pathlib.Path | None = None
+    checkpoint: object = None
     validation: object = None
 
     @property
@@ -89,8 +88,8 @@ def train(training):
                     sample_losses.append(training.module.sample_losses)
                     accelerator.backward(loss)
                     weights.take_gradients()
-            # Gradients are in sync now: it was the last micro-batch.
-            grad_norm = clip_gradients(accelerator, weights, args.max_grad_norm)
+            # Gradients are in sync now: it was the last micro-batch. DeepSpeed's engine has clipped them, and stepped.
+            grad_norm = accelerator.clip_grad_norm_(weights.masters, args.max_grad_norm or math.inf)
             lr = lr_scheduler.get_last_lr()[0]
             if not after.skips(grad_norm):
                 optimizer.step()
@@ -168,7 +167,7 @@ class AfterStep:
             step (`int`)
             losses (`list[torch.Tensor]`, scalars): Of each micro-batch.
             sample_losses (`list[torch.Tensor]`): Of each sample of them.
-            lr (`float`), grad_norm (`torch.Tensor`, a scalar): See `Metrics.add`.
+            lr (`float`), grad_norm (`torch.Tensor`, a scalar, or `float`): See `Metrics.add`.
         """
         training, metrics = self.training, self.metrics
         accelerator, args, steps = training.accelerator, training.args, training.steps
@@ -184,9 +183,9 @@ class AfterStep:
         if is_last or self.is_skipped or step % args.logging_steps == 0:
             metrics.flush()
         # A run that continues with another transformer has a checkpoint between the two.
-        if every := args.checkpointing_steps:
-            if number % every == 0 or (is_last and not training.stage.is_last):
-                self._save(number)
+        every = args.checkpointing_steps
+        if every and (number % every == 0 or (is_last and not training.stage.is_last)):
+            self._save(number)
         self._end_if_stopped(number)
         if not is_last:
             self._validate_if_due(number)
@@ -213,14 +212,6 @@ def _prepare(training):
     return model, optimizer, lr_scheduler, weights, average
 
 
-def clip_gradients(accelerator, weights, max_grad_norm):
-    """Clip the whole gradient to `max_grad_norm` (0: not at all) and return its norm before, a scalar tensor."""
-    if uses_deepspeed(accelerator):
-        # The engine clipped and stepped in `backward`, by the same setting.
-        return torch.as_tensor(accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm())
-    return accelerator.clip_grad_norm_(weights.masters, max_grad_norm or math.inf)
-
-
 class GradientLiveness:
     """Notices trainable parameters to which the backward pass brings nothing.
 
@@ -240,7 +231,6 @@ class GradientLiveness:
         """Stop listening, and raise `FailedError` with the names of those that got no gradient so far."""
         for hook in self.hooks:
             hook.remove()
-        self.hooks = []
         if self.silent:
             found = f"{len(self.silent)} trainable tensors got no gradient in the first steps, such as"
             raise FailedError(f"{found} {', '.join(sorted(self.silent)[:3])}: take them out of what is trained.")

@@ -92,7 +92,7 @@ class Metrics:
             loss (`torch.Tensor`, a scalar): Its mean over the processes is the mean over the samples of the step.
             sample_losses (`torch.Tensor`): Of each sample of this process.
             lr (`float`)
-            grad_norm (`torch.Tensor`, a scalar): Before clipping, of the whole gradient.
+            grad_norm (`torch.Tensor`, a scalar, or `float`): Before clipping, of the whole gradient.
             may_be_bad (`bool`): The step was skipped since loss or gradient is not finite, and that is allowed.
         """
         now, parked, indices = time.perf_counter(), offload.counters(), self.batches.step(step)
@@ -103,7 +103,7 @@ class Metrics:
             **({} if stage.name is None else {"expert": stage.name}),
             "loss": loss.detach(),
             "lr": lr,
-            "grad_norm": grad_norm.detach(),
+            "grad_norm": torch.as_tensor(grad_norm).detach(),
             "sigmas": [self.dataset.sigma(step, position, index) for position, index in enumerate(indices)],
             "samples": [self.dataset.ids[index] for index in indices],
             "seconds": now - self.last_time,

@@ -145,11 +145,10 @@ class MasterWeights:
     def take_gradients(self):
         """Move the gradients of the parameters to their masters, adding them up."""
         for parameter, master in self._pairs:
-            if parameter.grad is not None:
-                gradient, parameter.grad = parameter.grad, None
-                if not self._are_averaged:
-                    gradient = gradient.to(torch.float32)
-                    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and not self._are_averaged:
+                gradient = gradient.to(torch.float32)
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         self._are_averaged = False
 
     @torch.no_grad()

@@ -116,8 +116,9 @@ class Run:
         with refuse_unreadable_model(args):
             self.digests = family.check_weights(self.reads)
         self.optimizer = optimizers.find_optimizer(args, accelerator.device)
-        find, describe = partial(checkpoints.find_checkpoint, args, accelerator), checkpoints.describe_checkpoint
-        self.checkpoint, self.resumed = agreed(accelerator, find, describe, patience_seconds=10)
+        find = partial(checkpoints.find_checkpoint, args, accelerator)
+        found = agreed(accelerator, find, lambda found: {"the checkpoint to resume from": found}, patience_seconds=10)
+        self.checkpoint, self.resumed = found
 
     def is_finished(self, stage):
         """Return whether a stage was trained before the checkpoint that this run resumes from."""
@@ -182,11 +183,10 @@ class Run:
         tokens = {caption: family.embedded_tokens(kept) for caption, kept in self.caption_tokens.items()}
         records, held_out = ([item.record for item in items] for items in (self.items, self.held_out))
         to_encode = {"text encoder": missing["captions"], "VAE": missing["media"]}
-        preview_size = [self.preview_settings[name] for name in ("height", "width", "num_frames")]
         self.forecast = RunForecast(
             *(args, Launch.of(args, self.accelerator), family, self.names, self.optimizer),
             *(records, self.batches.samples_by_size, tokens, to_encode, held_out),
-            previews=preview_size if args.validation_prompt else None,
+            previews=self.preview_settings if args.validation_prompt else None,
         )
         self.plan = plan_memory(args, self.forecast)
 
@@ -252,11 +252,10 @@ class Run:
         export.check_result(accelerator, args, module, stage, dataset, path)
 
     def _sampler(self):
-        family, args = self.family, self.args
-        settings = self.preview_settings | family.guidance(args.guidance_scale)
+        pipeline, takes_turns = self.family.load_preview_pipeline(), self.forecast.previews_take_turns(self.plan)
+        settings = self.preview_settings | self.family.guidance(self.args.guidance_scale)
         texts = {text: read_entry(path) for text, path in self.prompt_entries.items()}
-        takes_turns = self.forecast.previews_take_turns(self.plan)
-        return validation.Sampler(family.load_preview_pipeline(), settings, texts, takes_turns)
+        return validation.Sampler(pipeline, settings, texts, takes_turns)
 
 
 # ---------------------------------------------------------------- items and their encodings

@@ -73,8 +73,8 @@ def hold_out(args, items):
 
 def preview_prompts(args):
     """Return the texts that previews need encoded."""
-    prompts = list(args.validation_prompt or ())
-    return prompts if not prompts or args.negative_prompt is None else [*prompts, args.negative_prompt]
+    texts = [*(args.validation_prompt or ()), args.negative_prompt]
+    return [text for text in texts if text is not None]
 
 
 def preview_settings(args, items):

@@ -22,7 +22,6 @@ from runtime.errors import FailedError, RefusedError
 from runtime.processes import agreed, gather_from_all
 from train_qwen_image import VALUES
 from training.arguments import parse_args
-from training.checkpoints import describe_checkpoint
 from training.run_folder import LOCK_FILE, claim_output_dir
 
 
@@ -258,7 +257,7 @@ def test_what_each_process_reads_is_agreed_on(on_ranks, photos, tmp_path):
 
     def checkpoint(accelerator):
         found = (None, {"step": 0}) if accelerator.process_index else (tmp_path / "checkpoint-4", {"step": 4})
-        return agreed(accelerator, lambda: found, describe_checkpoint)
+        return agreed(accelerator, lambda: found, lambda found: {"the checkpoint": found})
 
     other = tmp_path / "other"
     shutil.copytree(photos, other)
@@ -271,7 +270,7 @@ def test_what_each_process_reads_is_agreed_on(on_ranks, photos, tmp_path):
         return len(agreed(accelerator, lambda: read_datasets(args), describe_rows))
 
     for error in on_ranks(checkpoint):
-        assert str(error).startswith("the checkpoint of --resume_from_checkpoint differs between process 1 on ")
+        assert str(error).startswith("the checkpoint differs between process 1 on ")
     for error in on_ranks(lambda accelerator: rows(other, accelerator)):
         assert str(error).startswith("what is at --dataset_path differs between process 1 on ")
     shutil.copy(photos / "rocket.txt", other)
