@@ -61,12 +61,19 @@ def run_here(family, argv, *, figures=False):
         family (`str`), argv (`list`)
         figures (`bool`): Draw them, too; else the files that show memory and metrics are empty.
     """
+    main = entry_of(family).main
+    with quick_run(figures=figures) as log:
+        return main(parse(family, argv), log)
+
+
+@contextlib.contextmanager
+def quick_run(*, figures=False):
+    """Context for a run in this process, with its `MemoryLog`; figures as `run_here` takes it."""
     from blockwise.log import MemoryLog
 
-    main = entry_of(family).main
     _freeze_imports()
     with MemoryLog() as log, forecasts_are_remembered(), contextlib.nullcontext() if figures else _without_figures():
-        return main(parse(family, argv), log)
+        yield log
 
 
 @functools.cache

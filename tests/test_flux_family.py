@@ -8,7 +8,6 @@ import functools
 import json
 import math
 import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -193,7 +192,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def train(model, photos, tmp_path_factory, monkeypatch):
     """Function that makes a run in this process and returns its output folder."""
-    from blockwise.log import MemoryLog
+    from tests.runs import quick_run
     from training.arguments import parse_args
 
     monkeypatch.setattr(offload, "MIN_PARKED_BYTES", 512)
@@ -202,7 +201,8 @@ def train(model, photos, tmp_path_factory, monkeypatch):
         output_dir = output_dir or tmp_path_factory.mktemp("run") / "out"
         argv = ["--pretrained_model_name_or_path", model, "--dataset_path", photos, "--output_dir", output_dir]
         argv += ["--height", "64", "--width", "64", "--train_batch_size", "2", "--max_train_steps", "3", *flags]
-        with MemoryLog() as log:
+        argv += ["--cache_dir", model.parent / "cache"]
+        with quick_run() as log:
             run(Flux, parse_args([*map(str, argv)], description="", values=VALUES), log)
         return output_dir
 
@@ -216,14 +216,13 @@ def weights(folder):
     return (folder / "pytorch_lora_weights.safetensors").read_bytes()
 
 
-def test_its_command_line_trains_resumes_and_shows(model, photos, tmp_path):
+def test_its_command_line_trains_resumes_and_shows(model, photos, tmp_path, fork_server):
     """As a user runs it; what it leaves loads in the stock pipeline at the trained strength."""
     flags = ["--pretrained_model_name_or_path", model, "--dataset_path", photos, "--output_dir", tmp_path / "out"]
     flags += [*LORA, "--height", "64", "--width", "64", "--max_train_steps", "2", "--checkpointing_steps", "1"]
     flags += ["--use_gradient_checkpointing", "--checkpoint_blocks", "2,3", "--caption_dropout", "0.3"]
     flags += ["--validation_prompt", "a cat", "--num_inference_steps", "2", "--validation_split", "0.3"]
-    done = subprocess.run([sys.executable, __file__, *map(str, flags)], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    done = fork_server.run(__file__, *flags)
     assert "loaded back by diffusers at the trained strength" in done.stdout
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     modes = {name: [mode["activations"] for mode in of_list] for name, of_list in record["plan"].items()}

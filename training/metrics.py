@@ -52,10 +52,10 @@ def keep_steps_before(first_step, accelerator, output_dir, checkpoint=None):
         `int`: How many of the last steps before were skipped since their gradients were not finite.
     """
     path = pathlib.Path(output_dir) / METRICS_FILE
-    earlier = path if checkpoint is None or path.exists() else checkpoint.parent / METRICS_FILE
+    places = (checkpoint or path).parent / METRICS_FILE, path
 
     def keep():
-        lines = read_metrics(earlier) if earlier.exists() else []
+        lines = next((read_metrics(place) for place in places if place.exists()), [])
         kept = [line for line in lines if line["step"] < first_step]
         write_json_lines(path, kept)
         for folder in path.parent.glob("validation/step-*"):
