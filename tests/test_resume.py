@@ -239,8 +239,8 @@ def test_killed_again_and_again(often, start, whole, tmp_path):
         return folder, num_cut
 
     with ThreadPoolExecutor(2) as pool:
-        (lora_run, num_cut), (full_run, num_cut_full) = pool.map(run, runs)
         expected = list(pool.map(lambda flags: whole(*flags), runs))
+        (lora_run, num_cut), (full_run, num_cut_full) = pool.map(run, runs)
     assert num_cut + num_cut_full > 0, "no kill came in the middle of a checkpoint"
     assert_same_run(lora_run, expected[0], 9)
     assert_same_run(full_run, expected[1], 5)
