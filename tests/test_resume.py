@@ -366,7 +366,7 @@ def test_file_of_a_checkpoint_cannot_grow(name, start, lora_run, tmp_path):
     size = (lora_run / "checkpoint-2" / name).stat().st_size
     smaller = max((other for other in largest if other < size), default=0)
     process = start(folder, *LORA, *SAVES, *LATEST, file_size=(size + smaller) // 2)
-    assert_checkpoint_failed(process, 4, "File too large" if "safetensors" in name else "writing file")
+    assert_checkpoint_failed(process, 4, "File too large" if "safetensors" in name else "make room")
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
