@@ -319,7 +319,7 @@ FLAGS = (
     Flag("loss_weighting", _choice("none", "sigma_sqrt", "cosmap"), "none", FIXED, "Weight of each sample's loss by "
          "its sigma, as in diffusers' compute_loss_weighting_for_sd3.", "test_loss_weighting", "weighting_scheme"),
     Flag("ema", SWITCH, False, FIXED, "Average the trained weights in fp32; the average is exported and previewed.",
-         "test_averaged_weights_are_previewed", "use_ema"),
+         "test_last_preview_is_what_the_stock_pipeline_samples", "use_ema"),
     Flag("ema_decay", BELOW_ONE, 0.999, FIXED, "Weight of the old average at step n, at most (1 + n) / (10 + n).",
          "test_last_preview_is_what_the_stock_pipeline_samples", needs="ema"),
     Flag("offload_ema", SWITCH, False, FREE, "Keep the average in host memory: 4 bytes per weight; slows each step.",
