@@ -1,6 +1,7 @@
 """The way of a dataset into a run: what is trained, cached and logged, from the command line."""
 
 import collections
+import functools
 import json
 import os
 import shutil
@@ -46,23 +47,35 @@ def train(tiny_model, tmp_path):
     return run
 
 
-class Encoded(Exception):
-    """All that a run needs of its data is in the cache."""
+class Stopped(Exception):
+    """A `Run` has come as far as a test needs it; it is the argument."""
 
 
 @pytest.fixture
-def encode(train, monkeypatch):
-    """Function that makes a run as `train` does, up to where its first transformer would be loaded."""
+def run_until(train, monkeypatch):
+    """Function that makes a run as `train` does, up to a method of `Run`, and returns that."""
 
-    def stop(*args):
-        raise Encoded
+    def stop(this, *_):
+        raise Stopped(this)
 
-    def run(*args, **kwargs):
-        with pytest.raises(Encoded):
+    def run(method, *args, **kwargs):
+        with monkeypatch.context() as context, pytest.raises(Stopped) as stopped:
+            context.setattr(run_module.Run, method, stop)
             train(*args, **kwargs)
+        return stopped.value.args[0]
 
-    monkeypatch.setattr(run_module.Run, "train", stop)
     return run
+
+
+@pytest.fixture
+def encode(run_until):
+    """Function that makes a run up to where its first transformer would be loaded."""
+    return functools.partial(run_until, "train")
+
+
+def planned(run):
+    """The ids of the samples of each step of a run."""
+    return [[run.items[n].record["id"] for n in run.batches.step(s)] for s in range(1, run.batches.last_step + 1)]
 
 
 @pytest.fixture
@@ -119,7 +132,7 @@ def test_no_path_of_a_run_is_read_as_a_pattern(train, tiny_qwen_image, photos, t
 # ---------------------------------------------------------------- the cache
 
 
-@pytest.mark.parametrize("family", ["qwen_image", "wan_i2v"])
+@pytest.mark.parametrize("family", ["qwen_image", pytest.param("wan_i2v", marks=pytest.mark.slow)])
 def test_a_warm_run_equals_a_cold_one_and_looks_at_nothing(family, train, photos, clips, tmp_path, monkeypatch):
     dataset = photos if family == "qwen_image" else clips
     flags = [] if family == "qwen_image" else ["--num_frames", "5"]
@@ -173,15 +186,6 @@ def test_what_changes_is_encoded_again(encode, data, encoded, caplog, tmp_path):
     assert sum(map(encoding.is_complete, (tmp_path / "cache" / "media").glob("*/*"))) == 10
 
 
-def test_a_dry_run_does_not_count_as_encoding(train, data, caplog, tmp_path):
-    caplog.set_level("INFO")
-    flags = [*SIZE, "--cache_dir", tmp_path / "cache"]
-    for mode in (["--dry_run"], []):
-        caplog.clear()
-        train(data, *flags, *mode)
-        assert "cache: 0 of 5 captions are encoded already" in caplog.text
-
-
 def test_another_encoder_makes_other_entries(encode, photos, tiny_qwen_image, encoded, tmp_path):
     flags = [*SIZE, "--cache_dir", tmp_path / "cache"]
     encode(photos, *flags)
@@ -196,11 +200,11 @@ def test_another_encoder_makes_other_entries(encode, photos, tiny_qwen_image, en
     assert len(encoded["media"]) == 10 and len(encoded["captions"]) == 5
 
 
-def test_a_killed_run_goes_on_where_it_was(fork_server, tiny_qwen_image, tmp_path, train, encoded):
+def test_a_killed_run_goes_on_where_it_was(fork_server, tiny_qwen_image, tmp_path, encode, encoded):
     data = tmp_path / "data"
     data.mkdir()
     generator = np.random.default_rng(0)
-    for n in range(20):
+    for n in range(14):
         Image.fromarray(generator.integers(0, 256, (256, 256, 3), dtype=np.uint8)).save(data / f"{n}.png")
         (data / f"{n}.txt").write_text(str(n))
     flags = ["--height", "256", "--width", "256"]
@@ -211,9 +215,9 @@ def test_a_killed_run_goes_on_where_it_was(fork_server, tiny_qwen_image, tmp_pat
     run.signal(signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
     done = len(list(media.glob("*/*.safetensors")))
-    train(data, *flags)
-    assert len(encoded["media"]) == 20 - done < 18 and "captions" not in encoded
-    assert len(list(media.glob("*/*.safetensors"))) == 20
+    encode(data, *flags)
+    assert len(encoded["media"]) == 14 - done < 12 and "captions" not in encoded
+    assert len(list(media.glob("*/*.safetensors"))) == 14
 
 
 def test_a_file_that_changes_while_the_run_reads_it_is_refused(train, data, monkeypatch):
@@ -236,11 +240,14 @@ def test_a_disk_that_is_too_small_is_refused_before_encoding(train, photos, monk
         train(photos, *SIZE)
 
 
-def test_the_size_of_the_cache_is_known_exactly(train, data, tmp_path):
+def test_the_size_of_the_cache_is_known_exactly_and_a_dry_run_adds_nothing(train, encode, data, tmp_path, caplog):
+    caplog.set_level("INFO")
     (data / "coffee.txt").write_text("a much longer caption than that of any other image")
     out = train(data, "--max_pixels", "6000", "--caption_dropout", "0.5", "--dry_run", out="dry")
     forecast = train.forecast.cache_bytes
-    train(data, "--max_pixels", "6000", "--caption_dropout", "0.5", "--cache_dir", out / "cache")
+    caplog.clear()
+    encode(data, "--max_pixels", "6000", "--caption_dropout", "0.5", "--cache_dir", out / "cache")
+    assert "cache: 0 of 6 captions are encoded already" in caplog.text
     held = 0
     for path in (out / "cache").glob("*/*/*.safetensors"):
         held += sum(tensor.nbytes for tensor in load_file(path).values())
@@ -280,27 +287,28 @@ def test_images_stay_with_their_captions(train, tiny_qwen_image, tmp_path, monke
 
 
 @pytest.mark.parametrize("flags", [[], ["--aspect_buckets", "0"]])
-def test_an_epoch_is_an_epoch(train, flags, tmp_path):
+def test_an_epoch_is_an_epoch(run_until, flags, tmp_path):
     """Twelve images of twelve shapes, in batches of four: each comes once, in few batches if they share shapes."""
     data = tmp_path / "data"
     data.mkdir()
     for n in range(12):
         Image.new("RGB", (150 + 20 * n, 200), (20 * n,) * 3).save(data / f"{n}.png")
         (data / f"{n}.txt").write_text("a gray area")
-    out = train(data, "--max_pixels", "65536", "--train_batch_size", "4", "--num_train_epochs", "2", *flags)
-    lines = metrics(out)
+    flags = ["--max_pixels", "65536", "--train_batch_size", "4", "--num_train_epochs", "2", *flags]
+    run = run_until("plan_memory", data, *flags)
+    steps = planned(run)
     for epoch in range(2):
-        trained = [name for line in lines if line["epoch"] == epoch for name in line["samples"]]
+        trained = [name for step, names in enumerate(steps, 1) if run.batches.epoch(step) == epoch for name in names]
         assert sorted(trained) == sorted(f"{n}.png" for n in range(12))
-    sizes = [tuple(record["used"]["size"]) for record in records(out)]
+    sizes = [tuple(item.record["used"]["size"]) for item in run.items]
     shapes = len(set(sizes))
-    assert len(lines) == 2 * sum(-(-sizes.count(size) // 4) for size in set(sizes))
-    assert (shapes == 12) if flags else (shapes <= 7)
+    assert len(steps) == 2 * sum(-(-sizes.count(size) // 4) for size in set(sizes))
+    assert (shapes == 12) if "--aspect_buckets" in flags else (shapes <= 7)
 
 
-def test_loaders_change_nothing_but_the_time(train, photos):
-    flags = [*SIZE, "--caption_dropout", "0.3", "--train_batch_size", "2"]
-    runs = [train(photos, *flags, "--dataloader_num_workers", n, out=f"{n}_workers") for n in ("0", "1", "3")]
+def test_loaders_change_nothing_but_the_time(train, photos, tmp_path):
+    flags = [*SIZE, "--caption_dropout", "0.3", "--train_batch_size", "2", "--cache_dir", tmp_path / "cache"]
+    runs = [train(photos, *flags, "--dataloader_num_workers", n, out=f"{n}_workers") for n in ("0", "3")]
     assert len({weights(run) for run in runs}) == 1
 
 
@@ -331,7 +339,7 @@ def test_all_bad_items_are_listed_at_once(train, with_bad_ones):
     assert "--on_bad_sample skip" in str(refused.value) and "--allow_missing_captions" in str(refused.value)
 
 
-def test_rows_without_a_file_and_bad_files_come_in_one_list(train, data):
+def test_rows_without_a_file_and_bad_files_come_in_one_list(train, encode, data, tmp_path):
     (data / "zero.png").write_bytes(b"")
     table = "file_name,text\nzero.png,a\nnone.png,b\ncoffee.png,c\ncoffee.png,d\n"
     (data / "metadata.csv").write_text(table)
@@ -339,8 +347,8 @@ def test_rows_without_a_file_and_bad_files_come_in_one_list(train, data):
         train(data, *SIZE)
     lines = str(refused.value).splitlines()
     assert [line.split(" (")[0].strip() for line in lines[1:-1]] == ["zero.png", "none.png", "coffee.png"]
-    out = train(data, *SIZE, "--on_bad_sample", "skip")
-    assert [(line["id"], line["decision"], line["caption"]) for line in records(out)] == [
+    encode(data, *SIZE, "--on_bad_sample", "skip")
+    assert [(line["id"], line["decision"], line["caption"]) for line in records(tmp_path / "out")] == [
         ("zero.png", "dropped", "a"),
         ("none.png", "dropped", "b"),
         ("coffee.png", "used", "c"),
@@ -363,7 +371,7 @@ def test_skip_trains_on_the_rest(train, with_bad_ones, caplog, capsys):
         train(with_bad_ones, *SIZE, "--on_bad_sample", "skip", out="none")
 
 
-def test_two_processes_agree_and_share_the_work(on_two_processes, tiny_qwen_image, with_bad_ones, tmp_path, train):
+def test_two_processes_agree_and_share_the_work(on_two_processes, tiny_qwen_image, with_bad_ones, tmp_path, encode):
     """With items of three sizes, and a limit for collectives that encoding would exceed if it were one."""
     Image.new("RGB", (96, 64), "green").save(with_bad_ones / "coffee.png")
     flags = ["--max_pixels", "6000", "--on_bad_sample", "skip", "--train_batch_size", "2", *FLAGS, *STEPS]
@@ -373,18 +381,18 @@ def test_two_processes_agree_and_share_the_work(on_two_processes, tiny_qwen_imag
     assert [line["step"] for line in lines] == [1, 2, 3] and all(1 <= len(line["samples"]) <= 4 for line in lines)
     assert "4 of 9 images are left out" in done.stderr and done.stderr.count("are left out") == 1
     assert "media (process 0)" in done.stderr and "media (process 1)" in done.stderr
-    train(with_bad_ones, *flags, "--gradient_accumulation_steps", "2", out="one")
+    one = encode(with_bad_ones, *flags, "--gradient_accumulation_steps", "2", out="one")
     caches = [
         {path.name: path.read_bytes() for path in (tmp_path / name / "cache").glob("*/*/*")} for name in ("one", "two")
     ]
     assert caches[0] == caches[1] and len(caches[0]) == 10
-    assert [line["samples"] for line in metrics(tmp_path / "one")] == [line["samples"] for line in lines]
+    assert planned(one) == [line["samples"] for line in lines]
 
 
 # ---------------------------------------------------------------- several datasets, buckets
 
 
-def test_several_datasets_with_repeats(train, data, photos, tmp_path):
+def test_several_datasets_with_repeats(encode, data, photos, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     Image.new("RGB", (64, 64), "red").save(other / "coffee.png")
@@ -394,12 +402,12 @@ def test_several_datasets_with_repeats(train, data, photos, tmp_path):
         {"dataset_path": str(other), "dataset_metadata": "table.jsonl", "dataset_repeat": 4},
         {"dataset_path": str(tmp_path / ".." / tmp_path.name / "other"), "dataset_metadata": "table.jsonl"},
     ]
-    out = train(None, *SIZE, "--num_train_epochs", "2", config={"datasets": datasets})
-    ids = [line["id"] for line in records(out)]
+    run = encode(None, *SIZE, "--num_train_epochs", "2", config={"datasets": datasets})
+    ids = [line["id"] for line in records(tmp_path / "out")]
     assert ids[-2:] == ["other/coffee.png", "other#2/coffee.png"] and "data/coffee.png" in ids
-    trained = collections.Counter(name for line in metrics(out) for name in line["samples"])
+    trained = collections.Counter(name for names in planned(run) for name in names)
     assert trained["other/coffee.png"] == 8 and set(trained.values()) == {2, 8}
-    arguments = json.loads((out / "run.json").read_text())["arguments"]
+    arguments = json.loads((tmp_path / "out" / "run.json").read_text())["arguments"]
     assert arguments["dataset_path"] is None and arguments["datasets"][1]["dataset_repeat"] == 4
 
 

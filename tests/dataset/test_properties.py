@@ -316,8 +316,8 @@ def check(dataset):
                 assert any(problem in message for problem in whole), (whole, message)
                 assert (folder.name if dataset.suffix == ".txt" else Path(dataset.table).name) in message
             elif len(bad) == len(expected) or (bad and on_bad_sample == "error"):
-                counts = f"{len(bad)} of {len(expected)}" if on_bad_sample == "error" else f"All {len(bad)}"
-                assert f"{counts} images cannot be used:\n" in message
+                counts = f"{len(bad)} of {len(expected)} images cannot be used"
+                assert (counts if on_bad_sample == "error" else f"All {len(bad)} images are dropped") in message
                 for row, problems in bad:
                     # The name and where it was found, and in the same line why. Names can hold line ends.
                     name, spelling, why = re.escape(row.name), re.escape(row.spelling), "|".join(problems)
@@ -348,14 +348,14 @@ SETTINGS = {"deadline": None, "derandomize": True, "suppress_health_check": [Hea
 def test_any_dataset_comes_back_or_is_refused():
     outcomes = collections.Counter()
 
-    @settings(max_examples=300, **SETTINGS)
+    @settings(max_examples=120, **SETTINGS)
     @given(datasets())
     def every(dataset):
         outcomes[check(dataset)] += 1
 
     every()
     # It says little where nearly all is refused.
-    assert min(outcomes[outcome] for outcome in ("whole", "partly", "refused")) >= 30, outcomes
+    assert min(outcomes[outcome] for outcome in ("whole", "partly", "refused")) >= 10, outcomes
 
 
 @pytest.mark.slow
