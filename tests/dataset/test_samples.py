@@ -1,6 +1,7 @@
 """Samples of several files and several text tensors: a made-up family of references, pooled embeddings and masks."""
 
 import functools
+import gc
 import json
 import types
 
@@ -24,6 +25,13 @@ from training.run import plan_sample
 
 ONE_PROCESS = types.SimpleNamespace(process_index=0, num_processes=1, is_main_process=True, device=torch.device("cpu"))
 ROLES = {"references": True, "mask": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports_are_no_garbage():
+    """Nor are they searched for it each time that an encoder is freed."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

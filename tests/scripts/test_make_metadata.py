@@ -469,21 +469,16 @@ def test_bad_command_lines_are_refused(mixed):
     assert "has no items" in refused(mixed / "folder.csv")
 
 
-def run(*arguments, cwd):
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
-
-
-def test_the_script_itself(mixed):
-    done = run("mixed", "--num_worker", 2, cwd=mixed.parent)
+def test_the_script_itself(fork_server, mixed):
+    command = [sys.executable, str(SCRIPT), "mixed", "--num_worker", "2"]
+    done = subprocess.run(command, cwd=mixed.parent, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: unrecognized arguments: --num_worker 2\n"
     (mixed / "bad.png").write_bytes(b"no image")
     (mixed / "bad.txt").write_text("bad")
-    done = run("mixed", "--on_bad_sample", "skip", cwd=mixed.parent)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"2 images and 2 clips in {mixed / 'metadata.csv'}\n"
-    assert "1 of 5 items are left out:\n  bad.png is not an image" in done.stderr
+    done = fork_server.run("scripts/make_metadata.py", mixed, "--on_bad_sample", "skip")
+    assert f"2 images and 2 clips in {mixed / 'metadata.csv'}\n" in done.stdout
+    assert "1 of 5 items are left out:\n  bad.png is not an image" in done.stdout
 
 
 def test_help_comes_before_torch(tmp_path):
