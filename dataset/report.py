@@ -35,12 +35,9 @@ def describe_data(args, items, batches, *, num_tokens, cache_bytes):
         there = sum(record["source"]["frames"] for record in clips)
         retimed = sum((record["reason"] or "").startswith("retimed") for record in clips)
         lines.append(f"  frames: {kept} of {there} are used; {retimed} of {len(clips)} clips are retimed")
-    lines += describe_buckets(
-        [item.record for item in used],
-        [item.row.repeat for item in used],
-        train_batch_size=args.train_batch_size,
-        tokens_per_sample=num_tokens,
-    )
+    records, repeats = [item.record for item in used], [item.row.repeat for item in used]
+    how = {"train_batch_size": args.train_batch_size, "tokens_per_sample": num_tokens}
+    lines += describe_buckets(records, repeats, **how)
     tokens = [sum(batches.tokens[index] for index in batches.step(step)) for step in range(1, 11)]
     lines.append(f"tokens per optimizer step: {min(tokens)} to {max(tokens)} in the first ten")
     lines.append(f"cache: {cache_bytes / 2**20:.2f} MiB are to be written to {args.cache_dir}")
@@ -73,9 +70,8 @@ def draw_contact_sheet(path, items, read):
         used = item.record["used"]
         title = f"{used['size'][0]}x{used['size'][1]}x{used['frames']} {item.row.id}"
         caption = textwrap.wrap(item.row.caption, 36, max_lines=_CAPTION_LINES, placeholder=" ...")
-        lines = [textwrap.shorten(title, 40, placeholder="...") or title[:40], *caption]
-        for line, text in enumerate(lines):
-            draw.text((left, top + _CELL + 2 + 16 * line), text, fill="black" if line else "blue", font=font)
+        text = "\n".join([textwrap.shorten(title, 40, placeholder="...") or title[:40], *caption])
+        draw.multiline_text((left, top + _CELL + 2), text, fill="black", font=font)
     sheet.save(path)
 
 

@@ -32,7 +32,7 @@ def test_a_build_for_an_accelerator_trains_on_the_cpu(cuda_build, train, family,
     size = ["--height", "64", "--width", "64", "--max_train_steps", "1", "--num_inference_steps", "1"]
     flags = [*flags, *(size if "--validation_prompt" in flags else size[:-2])]
     output_dir = train(family, *flags)
-    assert json.loads((output_dir / "run.json").read_text())["forecast"]["device_type"] == "cpu"
+    assert json.loads((output_dir / "run.json").read_text())["forecast"]["launch"]["device_type"] == "cpu"
     assert (output_dir / "pytorch_lora_weights.safetensors").is_file()
 
 

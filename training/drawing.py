@@ -4,6 +4,7 @@ import fractions
 import itertools
 import math
 
+import numpy as np
 from diffusers.utils import make_image_grid
 from PIL import Image
 
@@ -20,11 +21,9 @@ def draw_metrics(path, lines, validation=()):
         validation (`list[tuple[int, float]]`): Steps and validation losses.
     """
     # Here, so that a run pays for the import when it has ended.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 9), layout="constrained")
-    FigureCanvasAgg(figure)
     loss_axes, rate_axes, memory_axes = figure.subplots(3, sharex=True)
     # A line of a few points is hard to see, and one of a single point has no length.
     marker = "." if len(lines) < 50 else None
@@ -34,11 +33,9 @@ def draw_metrics(path, lines, validation=()):
         steps, losses = _points(run, "loss")
         look = {"color": color, "alpha": 0.35, "linewidth": 0.6, "marker": marker}
         loss_axes.plot(steps, losses, **look, label=f"training{of_expert}")
-        window = max(1, len(losses) // 20)
-        if window > 1:
-            ends = range(1, len(losses) + 1)
-            means = [math.fsum(losses[max(0, end - window) : end]) / min(end, window) for end in ends]
-            loss_axes.plot(steps, means, color=color, label=f"mean of {window} steps{of_expert}")
+        if (window := len(losses) // 20) > 1:
+            means = np.convolve(losses, np.full(window, 1 / window), "valid")
+            loss_axes.plot(steps[window - 1 :], means, color=color, label=f"mean of {window} steps{of_expert}")
         rate_axes.plot(*_points(run, "lr"), color=color, marker=marker)
     if validation:
         loss_axes.plot(*zip(*validation, strict=True), color="black", marker="o", label="validation")
@@ -50,8 +47,7 @@ def draw_metrics(path, lines, validation=()):
     rate_axes.set(ylabel="learning rate")
     memory_axes.set(ylabel="GiB", xlabel="optimizer step")
     for axes in (rate_axes, memory_axes):
-        axes.axhline(0, linewidth=0)  # counts for the limits, and so for the margin above
-        axes.set_ylim(0, None)
+        axes.set_ylim(bottom=0)
     for axes in (loss_axes, memory_axes):
         axes.legend()
     figure.savefig(path, dpi=120)

@@ -8,6 +8,7 @@ import collections.abc
 import dataclasses
 import difflib
 import math
+import os
 import pathlib
 import re
 
@@ -115,7 +116,7 @@ TRACKERS = Kind(_trackers, "tensorboard, wandb, trackio (comma-separated), or no
 SCHEDULER = _choice("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
 KEY_VALUE = Kind(_key_value, "key=value", "KEY=VALUE", is_repeatable=True)
 OPTIMIZER = Kind(_optimizer, "adamw, adamw_8bit, adafactor, prodigy, or the import path of a class", "NAME")
-TEXT, PATH = Kind(str, "text", "TEXT"), Kind(str, "text", "PATH")
+TEXT, PATH = Kind(str, "text", "TEXT"), Kind(os.path.expanduser, "text", "PATH")
 TEXTS, PATHS = (dataclasses.replace(kind, is_repeatable=True) for kind in (TEXT, PATH))
 SWITCH = Kind(_switch, "true or false", "")
 STRUCTURE = Kind(None, "")  # for config files only

@@ -228,6 +228,7 @@ class RunForecast:
         return {
             "weights": base,
             "frozen": base if is_lora else 0,
+            "second": base if self.family.stages[0].other is not None else 0,  # of previews
             "adapters": own if is_lora else 0,
             "masters": sum(4 * n for n, dtype in trained if dtype != torch.float32),
             "ema": in_fp32 if self.args.ema else 0,
@@ -307,24 +308,16 @@ class RunForecast:
         export = held - by_category["gradients"] + whole["adapters"] + self.profile.inference_bytes
         if self.previews is None:
             return phases | {"export": export}, False
-        (peak, weights), second, frozen = self._preview, self._second_bytes, whole["frozen"]
+        (peak, weights), second, frozen = self._preview, whole["second"], whole["frozen"]
         held, sampling = held - batch, self.profile.inference_bytes + batch
         previews = held + second + max(weights + sampling, peak)
-        if takes_turns := self._exceeds_room(previews, max(export, *phases.values())):
+        # Together, if they fit: on the smallest device on which the rest does, where none is known.
+        room = max(export, *phases.values()) if self.room_bytes is None else self.room_bytes
+        takes_turns = previews > room and self.launch.device_type != "cpu"  # which has nowhere to move them
+        if takes_turns:
             # While another part of the pipeline runs, what is not trained waits in host memory.
             previews = max(held + max(0, second - frozen) + sampling, held - frozen + peak)
         return phases | {"previews": previews, "export": export}, takes_turns
-
-    @property
-    def _second_bytes(self):
-        """Weights of the transformer that previews take in addition to the one that is trained."""
-        return self._bytes["weights"] if self.family.stages[0].other is not None else 0
-
-    def _exceeds_room(self, num_bytes, of_others):
-        """Return whether previews that take `num_bytes` do not fit on a device on which the other phases do."""
-        if self.launch.device_type == "cpu":
-            return False  # and what would leave it has nowhere to go
-        return num_bytes > (of_others if self.room_bytes is None else self.room_bytes)  # the smallest that will do
 
     @property
     def room_bytes(self):
@@ -354,7 +347,7 @@ class RunForecast:
             saving = whole["fp32_gradients"] if args.checkpointing_steps else 0
             loading = whole["optimizer_state"] + 2 * whole["ema"] if args.resume_from_checkpoint else 0
             own += max(saving, loading) + of_previews + takes_turns * whole["frozen"]
-            own += self._second_bytes * (self.previews is not None)
+            own += whole["second"] * (self.previews is not None)
         process, n = psutil.Process().memory_info(), self.launch.num_local_processes
         shared = getattr(process, "shared", 0)  # libraries above all; only Linux tells
         return int(shared + n * (process.rss - shared + ahead) + max(*encoders, whole["weights"], n * own))
@@ -377,10 +370,7 @@ class RunForecast:
             "phases": phases,
             "parked_bytes": self.profile.parked_bytes(plan),
             "host_bytes": self.host_bytes(plan),
-            "device_type": self.launch.device_type,
-            "strategy": self.launch.strategy,
-            "num_processes": self.launch.num_processes,
-            "num_local_processes": self.launch.num_local_processes,
+            "launch": dataclasses.asdict(self.launch),
         }
 
     def _plan_with(self, flag):
@@ -421,9 +411,6 @@ class RunForecast:
                 self._with(of_step, optimizer=(AdamW8bit, {"lr": args.learning_rate})),
                 plan,
             )
-        if args.training_mode == "lora":
-            rank = max(1, args.lora_rank // 2)
-            yield f"--lora_rank {rank}", self._with(of_item, args=_changed(args, lora_rank=rank)), plan
         if args.bucket_config is not None:
             return
         if args.train_batch_size > 1:
@@ -477,8 +464,9 @@ def _listed(sizes):
 
 def describe_forecast(forecast):
     """Return the lines of a forecast (`RunForecast.describe`) for a person."""
-    processes = f"{forecast['num_processes']} process" + "es" * (forecast["num_processes"] > 1)
-    lines = [f"forecast per process ({forecast['device_type']}, {processes}, {forecast['strategy']}):"]
+    launch = forecast["launch"]
+    launched = f"{launch['device_type']}, {launch['strategy']}, processes: {launch['num_processes']}"
+    lines = [f"forecast per process ({launched}):"]
     rows = forecast["by_category"] | {"training peak": forecast["training_peak_bytes"]}
     lines += [f"  {name.replace('_', ' '):16} {format_bytes(value):>12}" for name, value in rows.items() if value]
     lines[-1] += f"  ({forecast['training_peak_place']})"
@@ -532,11 +520,8 @@ def plan_memory(args, forecast):
     if limit is None:
         limit = forecast.launch.host_bytes
         if parked_bytes > limit and not args.dry_run:
-            logger.warning(
-                "The plan parks %s in host memory, and for each of %d local processes %s are free: what finds no room "
-                "stays on the device.",
-                *(format_bytes(parked_bytes), forecast.launch.num_local_processes, format_bytes(limit)),
-            )
+            found = f"{format_bytes(parked_bytes)} for each local process, of which {format_bytes(limit)} are free"
+            logger.warning("The plan parks %s: what finds no room in host memory stays on the device.", found)
     offload.set_limit(limit)
     return plan
 
@@ -596,6 +581,5 @@ def check_fits(forecast, plan):
             f"The run needs {format_bytes(need)} in the phase {peak_phase}, and the device has {format_bytes(total)}. "
             f"What saves most: {help_ or 'a smaller model'}."
         )
-    if need > forecast.room_bytes:
-        return f"it is tight: {format_bytes(need)} are needed, and the device has {format_bytes(free)} free"
-    return f"fits: {format_bytes(need)} of the {format_bytes(free)} that the device has free"
+    fits = "it is tight" if need > forecast.room_bytes else "fits"
+    return f"{fits}: {format_bytes(need)} of the {format_bytes(free)} that the device has free"

@@ -4,9 +4,10 @@ import pathlib
 import shlex
 
 from huggingface_hub import HfApi, get_token, is_offline_mode
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 from runtime.errors import FailedError, RefusedError
+from runtime.hub import is_hub_id
 from runtime.processes import on_main_process
 from training.export import LORA_FILE
 from training.model_card import shown_previews
@@ -34,20 +35,19 @@ def _open(args):
         raise RefusedError("--push_to_hub: no token was found; log in with `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
     repo_id = args.hub_model_id or pathlib.Path(args.output_dir).resolve().name
+    if not is_hub_id(repo_id):
+        found = f"--hub_model_id {repo_id} (default: the name of the output folder)"
+        raise RefusedError(f"{found} is no hub id; give 'name' or 'owner/name'.")
     refused = f"{api.endpoint} does not accept the token"
     try:
         api.whoami()
         refused = f"the token does not allow writing to {repo_id}"
         repo_id = api.create_repo(repo_id, exist_ok=True).repo_id
         api.auth_check(repo_id, write=True)  # for `create_repo` it is enough that a repository can be read
-    except HFValidationError as error:
-        raise RefusedError(
-            f"--hub_model_id (default: the name of the output folder): {_one_line(error)} Give another."
-        ) from None
     except (HTTPError, OSError) as error:
         if not isinstance(error, HfHubHTTPError) or error.response.status_code >= 500:
             refused = f"{api.endpoint} cannot be reached"
-        raise RefusedError(f"--push_to_hub: {refused}: {_one_line(error)}") from None
+        raise RefusedError(f"--push_to_hub: {refused}: {' '.join(str(error).split())}") from None
     return repo_id
 
 
@@ -82,10 +82,6 @@ def _upload(args, repo_id, stages):
         command += [word for pattern in patterns for word in ("--include", pattern)]
         raise FailedError(
             f"The results are complete in {args.output_dir}, but were not uploaded to {repo_id}: "
-            f"{_one_line(error) or type(error).__name__}; to upload them later: {shlex.join(command)}"
+            f"{' '.join(str(error).split()) or type(error).__name__}; to upload them later: {shlex.join(command)}"
         ) from error
     print(f"uploaded to {api.endpoint}/{repo_id}")
-
-
-def _one_line(error):
-    return " ".join(str(error).split())

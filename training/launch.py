@@ -2,12 +2,11 @@
 
 import logging
 import os
-import random
 
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import DistributedType
+from accelerate.utils import set_seed
 
 from blockwise.checkpointing import configure_deepspeed_checkpointing
 from runtime.errors import RefusedError
@@ -15,13 +14,12 @@ from runtime.errors import RefusedError
 
 _DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED")
 
-# What a DeepSpeed config may contain: what the flags or the code take into account, and what only measures.
+# What a DeepSpeed config may contain: what the flags or the code take into account.
 _DEEPSPEED_KEYS = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("zero_optimization", "activation_checkpointing", "bf16", "fp16", "communication_data_type"),
     *("prescale_gradients", "gradient_predivide_factor", "zero_allow_untested_optimizer"),
-    *("zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state"),
-    *("flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet"),
+    *("zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown"),
 }
 
 
@@ -55,7 +53,7 @@ def start_accelerator(args):
         raise RefusedError("Several processes, and no accelerator is found; on CPUs set ACCELERATE_USE_CPU=true.")
     if distributed_type not in _DISTRIBUTED_TYPES:
         _refuse(f"distributed_type {distributed_type}", f"allowed are {', '.join(_DISTRIBUTED_TYPES)}")
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if distributed_type == "DEEPSPEED":
         _complete_deepspeed_config(args, accelerator)
     return accelerator
 
@@ -68,16 +66,16 @@ def _check_environment(args):
         if is_asked_for and name not in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"):
             allowed = f"allowed as distributed_type are {', '.join(_DISTRIBUTED_TYPES)}"
             _refuse(f"{name.removeprefix('ACCELERATE_USE_')} ({name})", allowed)
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if backend.lower() not in ("no", ""):
-        _refuse(f"dynamo_backend {backend} (ACCELERATE_DYNAMO_BACKEND)", "remove it, or set it to 'no'")
-    # Accelerate would prefer these to its arguments.
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", args.mixed_precision):
-        _refuse(f"mixed_precision {precision}", f"set it to 'no'; --mixed_precision is {args.mixed_precision}")
-    accumulation = os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if accumulation not in ("1", "auto", str(args.gradient_accumulation_steps)):
-        _refuse(f"gradient_accumulation_steps {accumulation}", "remove it; --gradient_accumulation_steps sets it")
+    settings = {
+        "dynamo_backend": ("no", ""),
+        "mixed_precision": ("no", args.mixed_precision),
+        "gradient_accumulation_steps": ("1", "auto", str(args.gradient_accumulation_steps)),
+    }
+    for setting, allowed in settings.items():
+        # Accelerate would prefer them to its arguments.
+        value = os.environ.pop(f"ACCELERATE_{setting.upper()}", allowed[0])
+        if value.lower() not in allowed:
+            _refuse(f"{setting} {value}", "remove it; the flags say what is done")
 
 
 def _refuse(setting, what_to_do, config="Accelerate"):
@@ -123,7 +121,4 @@ def _complete_deepspeed_config(args, accelerator):
 
 def seed_module_randomness(seed, process_index):
     """Seed what modules draw, mainly dropout. Unlike noise and sigma it differs between processes."""
-    value = int(np.random.SeedSequence([seed, process_index, 3]).generate_state(1)[0])
-    random.seed(value)
-    np.random.seed(value)
-    torch.manual_seed(value)
+    set_seed(int(np.random.SeedSequence([seed, process_index, 3]).generate_state(1)[0]))

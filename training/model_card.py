@@ -41,12 +41,11 @@ def write_model_card(args, family, stage, *, num_items):
     output_dir = pathlib.Path(args.output_dir)
     is_lora = args.training_mode == "lora"
     base_model = portable_name(args.pretrained_model_name_or_path)
-    metadata = {}
+    tag = f"{'image' if family.image_arguments else 'text'}-to-{'video' if family.is_video else 'image'}"
+    tags = [tag, "diffusers", "diffusers-training", "lora" if is_lora else "full-finetune"]
+    metadata = {"library_name": "diffusers", "pipeline_tag": tag, "tags": tags}
     if not pathlib.Path(args.pretrained_model_name_or_path).exists():  # a folder's name would be no model on the hub
         metadata |= {"base_model": base_model, "base_model_relation": "adapter" if is_lora else "finetune"}
-    tag = f"{'image' if family.image_arguments else 'text'}-to-{'video' if family.is_video else 'image'}"
-    metadata |= {"library_name": "diffusers", "pipeline_tag": tag}
-    metadata["tags"] = [tag, "diffusers", "diffusers-training", "lora" if is_lora else "full-finetune"]
     previews = shown_previews(args)
     if previews:
         metadata["widget"] = [{"text": _one_line(prompt), "output": {"url": path}} for path, prompt in previews]
@@ -73,10 +72,8 @@ def _usage(args, family, stages):
     yield f"import torch\nfrom diffusers import {pipeline if is_lora else f'{transformer}, {pipeline}'}"
     if helpers := ["encode_video"] * family.is_video + ["load_image"] * bool(family.image_arguments):
         yield f"from diffusers.utils import {', '.join(helpers)}"
-    if pathlib.Path(args.pretrained_model_name_or_path).exists():
-        yield f'\nbase_model = "FOLDER_OF_THE_BASE_MODEL"  # it was called {name}'
-    else:
-        yield f"\nbase_model = {name}"
+    is_folder = pathlib.Path(args.pretrained_model_name_or_path).exists()
+    yield "\nbase_model = " + (f'"FOLDER_OF_THE_BASE_MODEL"  # it was called {name}' if is_folder else name)
     parts = {key: json.dumps(vars(args)[key]) for key in ("revision", "variant") if vars(args)[key]}
     if is_lora and args.transformer_path is not None:
         yield f"# trained with another transformer in it: {json.dumps(portable_name(args.transformer_path))}"
@@ -111,12 +108,11 @@ def shown_previews(args):
     output_dir = pathlib.Path(args.output_dir)
     steps = [path.name.removeprefix("step-") for path in output_dir.glob("validation/step-*")]
     newest = max((int(step) for step in steps if step.isdecimal()), default=0)
-    paths = [
-        (f"validation/step-{newest}/prompt-{number:02d}{suffix}", prompt)
+    return [
+        (path.relative_to(output_dir).as_posix(), prompt)
         for number, prompt in enumerate(getattr(args, "validation_prompt", None) or ())
-        for suffix in (".png", ".mp4")
+        for path in output_dir.glob(f"validation/step-{newest}/prompt-{number:02d}.*")
     ]
-    return [(path, prompt) for path, prompt in paths if (output_dir / path).is_file()]
 
 
 def portable_name(pretrained_model_name_or_path):

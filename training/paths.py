@@ -35,10 +35,6 @@ def check_paths(args):
         read += [(f"--{name}{of}", dataset[name]) for name in ("dataset_path", "dataset_metadata")]
     read += [("--validation_image", path) for path in getattr(args, "validation_image", None) or ()]
     read = [(setting, path) for setting, path in read if path is not None]
-    named = [(f"--{name}", getattr(args, name)) for name in ("output_dir", "cache_dir", "resume_from_checkpoint")]
-    for setting, path in [*named, *read]:
-        if path is not None and path.startswith("~") and not os.path.exists(path):
-            raise RefusedError(f"{setting} {path}: ~ is not expanded here; write {os.path.expanduser(path)}.")
     for setting, path in read:
         is_local = setting in ("--transformer_path", "--lora_init_path")
         if setting.startswith(("--dataset_metadata", "--validation_image")) or os.path.exists(path):

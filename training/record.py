@@ -29,18 +29,15 @@ class RunRecord:
     Every process makes one and calls its methods; the main process writes and prints.
 
     Args:
-        accelerator (`Accelerator`), args (`argparse.Namespace`)
-        log (`MemoryLog`): Is told what to expect, and asked at the end what was measured.
-        plan (`MemoryPlan`), forecast (`RunForecast`)
-        data (`Run`): Its `inspected` items, also those that are dropped, and its `batches`.
-        num_tokens (`Callable[[int, int, int], int]`): From height, width and frames to the tokens of a sample.
+        run (`Run`): With all that is planned. Its log is told what to expect, and asked at the end what was measured.
 
     Raises:
         RefusedError: The device is too small. The files are written before.
     """
 
-    def __init__(self, accelerator, args, log, plan, forecast, data, num_tokens):
-        self.accelerator, self.log, self.batches = accelerator, log, data.batches
+    def __init__(self, run):
+        args, plan, forecast = run.args, run.plan, run.forecast
+        self.accelerator, self.log, self.batches = run.accelerator, run.log, run.batches
         self.output_dir = pathlib.Path(args.output_dir)
         # The version of torch with its build, which the metadata of its CUDA wheels lack.
         versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -51,27 +48,27 @@ class RunRecord:
         ]
         self.content = {"arguments": vars(args), "versions": versions, "plan": plan.as_dict()}
         self.content |= {"trainable": trainable, "forecast": forecast.describe(plan)}
-        log.forecast_bytes = self.content["forecast"]["training_peak_bytes"]
-        log.suggestions = functools.partial(forecast.suggestions, plan)
+        self.log.forecast_bytes = self.content["forecast"]["training_peak_bytes"]
+        self.log.suggestions = functools.partial(forecast.suggestions, plan)
         # A dry run replaces nothing in the folder of a run.
         is_in_a_run = args.dry_run and (self.output_dir / METRICS_FILE).exists()
         self.path = self.output_dir / ("dry_run.json" if is_in_a_run else "run.json")
         if not is_in_a_run:
-            records = [item.record for item in data.inspected]
-            on_main_process(accelerator, lambda: write_json_lines(self.output_dir / "dataset.jsonl", records))
-        on_main_process(accelerator, self._write)
+            records = [item.record for item in run.inspected]
+            on_main_process(self.accelerator, lambda: write_json_lines(self.output_dir / "dataset.jsonl", records))
+        on_main_process(self.accelerator, self._write)
         count = sum(math.prod(shape) for shape, _ in forecast.parameters.values())
-        how = {"num_tokens": num_tokens, "cache_bytes": forecast.cache_bytes}
-        for line in (
+        how = {"num_tokens": run.family.num_tokens, "cache_bytes": forecast.cache_bytes}
+        lines = [
             f"{len(forecast.parameters)} tensors with {count:,} parameters are trained, in fp32",
-            *describe_data(args, data.inspected, data.batches, **how),
-            data.batches.describe(),
+            *describe_data(args, run.inspected, run.batches, **how),
+            run.batches.describe(),
             *plan.describe(),
             *describe_forecast(self.content["forecast"]),
             describe_disk(forecast),
-        ):
-            accelerator.print(line)
-        accelerator.print(check_fits(forecast, plan))
+        ]
+        self.accelerator.print("\n".join(lines))
+        self.accelerator.print(check_fits(forecast, plan))
 
     def finish(self):
         """Add what was measured, plot it, and print forecast against measured and the points of the log."""
@@ -91,9 +88,6 @@ class RunRecord:
             draw_metrics(path, lines, sorted((record["step"], record["loss"]) for record in validations))
         self._write()  # last: it means that all else is there
         print("\n".join(compare_forecast(self.content["forecast"], measured)))
-        parking = self.log.parking
-        if measured["parked_bytes"] or (parking and parking["blocks_refused"]):
-            print("parking in the last step: " + ", ".join(f"{key} {value}" for key, value in parking.items()))
         print(self.log.table())
 
     def _measured(self, lines):
@@ -107,7 +101,7 @@ class RunRecord:
         host_bytes = max(line["host_rss_bytes"] for line in lines)
         # What all local processes hold if each holds what this one does. They share some pages; only Linux tells.
         shared_bytes = getattr(psutil.Process().memory_info(), "shared", 0)
-        host_bytes += (self.content["forecast"]["num_local_processes"] - 1) * (host_bytes - shared_bytes)
+        host_bytes += (self.content["forecast"]["launch"]["num_local_processes"] - 1) * (host_bytes - shared_bytes)
         # Without the first step of each transformer, in which shared tensors are not known yet. A step has as many
         # micro-batches as the first one, or fewer.
         parked = [line["offloaded_bytes"] for line in lines if (line["step"] - 1) % self.batches.last_step]

@@ -47,7 +47,7 @@ def run(family_class, args, log):
         this.plan_data()
         this.plan_memory()
         this.check_weights()
-        record = RunRecord(accelerator, args, log, this.plan, this.forecast, this, family.num_tokens)
+        record = RunRecord(this)
         if family.never_trained:
             accelerator.print(f"never trained, since they get no gradient: {', '.join(family.never_trained)}")
         check_room(this.cache, this.forecast.cache_bytes)

@@ -182,7 +182,7 @@ def test_a_dry_run_needs_no_weights_and_writes_what_it_found(dry_run, forecast, 
     assert found["phases"]["training"] == found["training_peak_bytes"]
     assert found["peak_phase"] == max(found["phases"], key=found["phases"].get)
     assert set(found["phases"]) == {"text encoder", "VAE", "training", "export"}
-    assert found["host_bytes"] > 0 and found["device_type"] == "cuda"
+    assert found["host_bytes"] > 0 and found["launch"]["device_type"] == "cuda"
     mode = {"activations": "recompute", "weights": "resident", "units": 1}
     assert without["plan"] == {"transformer_blocks": [mode] * len(without["plan"]["transformer_blocks"])}
     assert "5 of 5 items are used\n bucket (w x h x frames)" in printed
@@ -190,7 +190,8 @@ def test_a_dry_run_needs_no_weights_and_writes_what_it_found(dry_run, forecast, 
     assert "training peak" in printed and "no accelerator is here to compare with" in printed
     assert f"disk: {forecasting.format_bytes(made.result_bytes)} for the result, " in printed
     with_weights = written(forecast("qwen_image", "--use_gradient_checkpointing")[0])["forecast"]
-    assert with_weights | {"host_bytes": 0} == found | {"host_bytes": 0}
+    measured = {"host_bytes": 0, "launch": {}}  # with what is free
+    assert with_weights | measured == found | measured
 
 
 @pytest.mark.parametrize("family, flags", [("qwen_image", ["--use_gradient_checkpointing"]), ("wan_ti2v", I2V)])
@@ -247,9 +248,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_settings_that_save_most(forec
     recomputed = MemoryPlan.uniform(made.family.block_lists, "recompute")
     saved = made.phases(plan)["training"] - made.phases(recomputed)["training"]
     assert dict(best)["--use_gradient_checkpointing"] == saved
-    assert {"--offload_ema", "--train_batch_size 2 --gradient_accumulation_steps 2", "--lora_rank 16"} < set(
-        dict(best)
-    )
+    assert {"--offload_ema", "--train_batch_size 2 --gradient_accumulation_steps 2"} < set(dict(best))
     made.suggestions = lambda plan: best
     with pytest.raises(RefusedError, match="needs .* in the phase .* saves most: --.*; or --.*; or --") as error:
         check_fits(made, plan)
@@ -420,7 +419,8 @@ def test_budgets_have_units(text, dry_run):
 
 
 def test_the_tables_are_for_a_person():
-    forecast = {"num_processes": 1, "device_type": "cpu", "strategy": "single", "training_peak_place": "block 0"}
+    launch = {"num_processes": 1, "device_type": "cpu", "strategy": "single"}
+    forecast = {"launch": launch, "training_peak_place": "block 0"}
     forecast |= {"by_category": {"weights": 2**30, "activations": 476 * 2**20, "ema": 0}, "peak_phase": "training"}
     forecast |= {"phases": {"training": 2**30}, "by_mode": {}}
     forecast |= dict.fromkeys(("training_peak_bytes", "parked_bytes", "host_bytes"), 2**30)
