@@ -463,18 +463,19 @@ def test_infinite_loss_ends_with_1_and_names_the_samples(train, photos):
 
 
 @pytest.fixture(scope="module")
-def train_on_two_processes(on_two_processes, tiny_qwen_image, photos, tmp_path_factory):
+def train_on_two_processes(on_two_processes, tiny_qwen_image, photos, shared_folder, tmp_path_factory):
     def run(*flags):
         output_dir = tmp_path_factory.mktemp("ddp") / "out"
         required = ["--pretrained_model_name_or_path", tiny_qwen_image, "--dataset_path", photos]
-        on_two_processes("train_qwen_image.py", *required, "--output_dir", output_dir, *flags)
+        required += ["--output_dir", output_dir, "--cache_dir", shared_folder / "cache"]
+        on_two_processes("train_qwen_image.py", *required, *flags)
         return output_dir
 
     return run
 
 
-# Plain gradient descent at rate 1e4, no clipping: the weights move by the gradient times 1e4, and rounding is small.
-GRADIENT = [*SMALL, "--optimizer", "torch.optim.SGD", "--learning_rate", "1e4", "--max_grad_norm", "0", "--seed", "3"]
+# Plain gradient descent at rate 100, no clipping: the weights move by the gradient times 100, and rounding is small.
+GRADIENT = [*SMALL, "--optimizer", "torch.optim.SGD", "--learning_rate", "100", "--max_grad_norm", "0", "--seed", "3"]
 
 
 def trained_weights(folder):
@@ -483,16 +484,18 @@ def trained_weights(folder):
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_two_processes_equal_one_with_twice_the_batch(mode, train, train_on_two_processes, tiny_qwen_image):
-    flags = [*GRADIENT, "--training_mode", mode, "--max_train_steps", "1", "--checkpointing_steps", "1"]
-    flags += ["--gradient_accumulation_steps", "2"]
+    """In the second step, too: there DDP notices parameters without gradient. Schedules count optimizer steps."""
+    flags = [*GRADIENT, "--training_mode", mode, "--max_train_steps", "2", "--checkpointing_steps", "1"]
+    flags += ["--gradient_accumulation_steps", "2", "--lr_scheduler", "linear"]
     flags += ["--lora_rank", "4", "--lora_dtype", "fp32"] if mode == "lora" else []
     one = train(*flags, "--train_batch_size", "4")
     two = train_on_two_processes(*flags, "--train_batch_size", "2")
     for ours, expected in zip(metrics(two), metrics(one), strict=True):
         assert ours["samples"] == expected["samples"] and ours["sigmas"] == expected["sigmas"]
         assert ours["lr"] == expected["lr"]
-        assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        rel = 1e-5 if ours["step"] == 1 else 1e-3
+        assert ours["loss"] == pytest.approx(expected["loss"], rel=rel)
+        assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=rel)
     ours, expected = trained_weights(two), trained_weights(one)
     assert ours.keys() == expected.keys()
     base = QwenImageTransformer2DModel.from_pretrained(tiny_qwen_image / "transformer").state_dict()
@@ -508,16 +511,6 @@ def test_two_processes_equal_one_with_twice_the_batch(mode, train, train_on_two_
     assert gradient.norm() > 0 and (other - gradient).norm() < 1e-5 * gradient.norm()
     result = LORA_FILE if mode == "lora" else "transformer/diffusion_pytorch_model.safetensors"
     assert load_file(two / result).keys() == load_file(one / result).keys()
-
-
-def test_two_processes_train_on_for_several_steps(train_on_two_processes, train):
-    """Past the second step, where DDP notices parameters without gradient; the schedule counts optimizer steps."""
-    flags = [*SMALL, "--training_mode", "full", "--max_train_steps", "4", "--lr_scheduler", "linear"]
-    one, two = train(*flags, "--train_batch_size", "2"), train_on_two_processes(*flags)
-    assert [line["lr"] for line in metrics(two)] == [line["lr"] for line in metrics(one)]
-    assert [line["samples"] for line in metrics(two)] == [line["samples"] for line in metrics(one)]
-    for ours, expected in zip(metrics(two), metrics(one), strict=True):
-        assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-3)
 
 
 @pytest.mark.slow
