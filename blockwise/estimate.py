@@ -214,7 +214,7 @@ class StepProfile:
 
     def __init__(self, model, make_step, *, device_type):
         self._model, self._make_step, self._device_type = model, make_step, device_type
-        self._recordings = {}
+        self._lists, self._recordings = [*model.stand_ins], {}
         first, self._names, self._counterparts = 0, [], []  # of each block of the whole model
         for name, stand_ins in model.stand_ins.items():
             self._names += [f"{name}.{index}" for index in range(len(stand_ins))]
@@ -233,10 +233,11 @@ class StepProfile:
             yield blocks, transformer, self._make_step(transformer)
 
     def _recording(self, activations):
-        """Return the `_Recording` of a step with every block in one mode."""
+        """Return the pieces of a step with all blocks in one mode, and what each could park: see `_Recording`."""
         if activations not in self._recordings:
             with self._fake_step(activations) as step:
-                self._recordings[activations] = _Recording(*step)
+                recording = _Recording(*step)
+            self._recordings[activations] = recording.pieces, recording.input_bytes()
         return self._recordings[activations]
 
     @property
@@ -265,14 +266,14 @@ class StepProfile:
 
     def _modes(self, plans):
         """Return the place in `ACTIVATIONS` of the mode of each block of the whole model, of shape (plans, blocks)."""
-        modes = ([mode for name in self._model.stand_ins for mode in plan.modes[name]] for plan in plans)
+        modes = ([mode for name in self._lists for mode in plan.modes[name]] for plan in plans)
         return torch.tensor([[ACTIVATIONS.index(mode.activations) for mode in row] for row in modes])
 
     def _input_bytes(self, modes):
         """Return what each block could park, and of that what needs no gradient: (2, blocks). Zeros if none parks."""
         if not (modes == PARK).any():
             return torch.zeros(2, len(self._names), dtype=torch.int64)
-        return torch.tensor(self._recording("recompute").input_bytes()).T[:, self._counterparts]
+        return torch.tensor(self._recording("recompute")[1]).T[:, self._counterparts]
 
     def parked_bytes(self, plan):
         """Return the bytes in host memory when the forward pass of a `MemoryPlan` has ended."""
@@ -360,10 +361,10 @@ class StepProfile:
 
     def _pieces(self, activations):
         """Return the pieces of a step of the real model as `_moments` has them, of shape (pieces, numbers of one)."""
-        pieces, blocks = self._recording(activations).pieces, self._counterparts
+        (pieces, _), blocks = self._recording(activations), self._counterparts
         names = ["before", *(("forward", block) for block in blocks), "after"]
         names += [(phase, block) for block in reversed(blocks) for phase in ("recomputation", "backward")]
-        return torch.tensor([pieces[name] for name in names], dtype=torch.float64)
+        return torch.tensor([pieces.get(name, (0,) * 5) for name in names], dtype=torch.float64)
 
 
 class _Recording(LiveBytes):
@@ -374,12 +375,12 @@ class _Recording(LiveBytes):
             "before" and "after" the blocks, and with the index of a block ("forward", index), ("backward", index) and
             ("recomputation", index), which is the backward pass itself where nothing is recomputed -> five numbers of
             bytes, above what was there at its start: the others and the gradients at its highest moment, the most of
-            the others, and the others and the gradients at its end. Zeros where there is no such piece.
+            the others, and the others and the gradients at its end.
     """
 
     def __init__(self, blocks, transformer, step):
         super().__init__()
-        self.pieces, self._begun = collections.defaultdict(lambda: (0,) * 5), ["before"]
+        self.pieces, self._begun = {}, ["before"]
         self._start = self._highest = (0, 0)  # the others, and the gradients
         self._most_of_others = 0
         self._inputs = [{} for _ in blocks]  # address -> bytes that could be parked, whether they need a gradient

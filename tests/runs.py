@@ -18,7 +18,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from unittest import mock
 
 
@@ -120,35 +119,25 @@ def forecasts_are_remembered():
         def __init__(self, forecast, numbers):
             self.forecast = forecast
             vars(self).update(numbers)
-            self._recordings = {
-                activations: types.SimpleNamespace(
-                    pieces=collections.defaultdict(lambda: (0,) * 5, pieces), input_bytes=lambda inputs=inputs: inputs
-                )
-                for activations, (pieces, inputs) in self._recordings.items()
-            }
 
         def __getattr__(self, name):  # what is asked for in addition is found out
             return getattr(profile(self.forecast), name)
 
-    def numbers(forecast, recomputes, by_budget):
+    def numbers(forecast, recomputes):
         found = profile(forecast)
         _ = found.inference_bytes, found._recording("keep")
         if recomputes:
             found._recording("recompute")
-        if by_budget:
-            _ = found._flops
-        kept = {name: value for name, value in vars(found).items() if name not in ("_model", "_make_step")}
-        recordings = {name: (dict(made.pieces), made.input_bytes()) for name, made in found._recordings.items()}
-        return kept | {"_recordings": recordings}
+        return {name: value for name, value in vars(found).items() if name not in ("_model", "_make_step")}
 
     def remembered_profile(self):
-        args, by_budget = self.args, self.args.memory_budget is not None
+        args = self.args
         recomputes = args.use_gradient_checkpointing or args.use_gradient_checkpointing_offload
-        asked = bool(recomputes or args.dry_run or by_budget), by_budget
+        recomputes = bool(recomputes or args.dry_run or args.memory_budget is not None)
         flags = [getattr(args, name, None) for name in _OF_A_STEP]
         batch = self._heaviest, len(set(self.caption_tokens.values())), offload.MIN_PARKED_BYTES
-        key = repr((asked, flags, self.names, batch, self.launch.device_type))
-        return Known(self, remember(key, lambda: numbers(self, *asked)))
+        key = repr((recomputes, flags, self.names, batch, self.launch.device_type))
+        return Known(self, remember(key, lambda: numbers(self, recomputes)))
 
     return mock.patch.multiple(RunForecast, _encode=remembered_encode, profile=property(remembered_profile))
 
