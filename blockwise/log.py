@@ -212,9 +212,8 @@ class MemoryLog:
 
 
 def _means_out_of_memory(error):
-    if not isinstance(error, (RuntimeError, MemoryError)):
-        return False
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(_OUT_OF_MEMORY.search(str(error)))
+    is_said = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))
+    return is_said or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 # ---------------------------------------------------------------- the first steps, by category
@@ -311,12 +310,13 @@ class Watch(LiveBytes):
     def _begin_forward(self, module, args):
         if not self._knows_all:
             self._knows_all = True
-            # Now, since preparing or resuming may have replaced the tensors. The parameters come last: an optimizer
-            # has them too, where they are their own fp32 masters.
-            self.count([self._masters(), list(self._optimizer().state.values())], "optimizer_state")
-            self.count(self._average, "ema")
-            self.count([*module.parameters(), *module.buffers()], "weights")
+            # Now, since preparing or resuming may have replaced the tensors.
+            own = set(module.parameters())
+            self.count([*own, *module.buffers()], "weights")
             self.count([p for name, p in module.named_parameters() if ".lora_" in name], "adapters")
+            masters = [parameter for parameter in self._masters() if parameter not in own]
+            self.count([masters, list(self._optimizer().state.values())], "optimizer_state")
+            self.count(self._average, "ema")
         self.count(args, "batch")
         self._begin("forward", "activations")
 
@@ -368,14 +368,10 @@ def _plot(watch, path, forecast_bytes):
     shown = [category for category in CATEGORIES if any(sizes[category] for sizes in by_category)]
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    axes.stackplot(
-        events,
-        [[sizes[category] / scale for sizes in by_category] for category in shown],
-        labels=[category.replace("_", " ") for category in shown],
-        colors=[f"C{CATEGORIES.index(category)}" for category in shown],
-        step="post",
-        linewidth=0,
-    )
+    heights = [[sizes[category] / scale for sizes in by_category] for category in shown]
+    labels = [category.replace("_", " ") for category in shown]
+    colors = [f"C{CATEGORIES.index(category)}" for category in shown]
+    axes.stackplot(events, heights, labels=labels, colors=colors, step="post", linewidth=0)
     if any(parked):
         parked = [num_bytes / scale for num_bytes in parked]
         axes.step(events, parked, where="post", color="black", linestyle="--", label="parked in host memory")
