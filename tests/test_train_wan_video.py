@@ -332,7 +332,7 @@ def test_resume_between_the_experts(train, tmp_path):
     [
         (["--expert", "low_noise"], "--expert is low_noise and was both"),
         (["--expert", "both", "--max_train_steps", "4"], "--max_train_steps is 4 and was 3"),
-        (["--expert", "both"], "does not have the LoRA of high_noise"),
+        (["--expert", "both"], "has no LoRA of high_noise"),
     ],
 )
 def test_checkpoint_of_another_expert_is_refused(flags, said, lora_run, train, tmp_path):
