@@ -15,7 +15,6 @@ import itertools
 import json
 import logging
 import math
-import operator
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +38,7 @@ PADDED = ("prompt_embeds",)
 
 def read_sample(*paths):
     """Return the tensors of a sample, which are in several entries of the cache."""
-    return functools.reduce(operator.or_, map(read_entry, paths))
+    return {name: tensor for path in paths for name, tensor in read_entry(path).items()}
 
 
 def _in_groups(entries, size):
@@ -120,10 +119,6 @@ class BatchPlan:
         own = self.micro_batches(step)[micro_batch][process_index]
         return len(own) * self.batches_per_step / len(self.step(step))
 
-    def samples_before(self, step):
-        """Return how many samples come before an optimizer step."""
-        return self._find(step)[1]
-
     def epoch(self, step):
         """Return the epoch, from 0, to which an optimizer step belongs."""
         return (step - 1) // self.steps_per_epoch
@@ -131,7 +126,7 @@ class BatchPlan:
     @property
     def num_samples(self):
         """How many samples the run trains, on one transformer."""
-        return self.samples_before(self.last_step + 1)
+        return self._find(self.last_step + 1)[1]
 
     def describe(self):
         """Return one line on the length of the run, for a person."""
@@ -207,10 +202,10 @@ def plan_batches(args, items, num_processes, *, num_tokens, resumed, model, num_
         [*(item.record[key] for key in ("id", "caption", "used")), item.row.repeat, item.digest] for item in items
     ]
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-    batches.identity = {"model": json.loads(json.dumps(model)), "dataset": digest}
     # Items of one size come in the same order however a step is split; with several sizes the split decides.
     split = ("batches_per_step",) if len(set(keys)) > 1 else ()
     compared = ("samples_per_step", "samples_per_epoch", *split, "steps_per_epoch")
+    batches.identity = {"model": json.loads(json.dumps(model)), "dataset": digest}
     batches.identity |= {name: getattr(batches, name) for name in compared}
     batches.identity |= {"num_processes": num_processes, "last_step": last_step}
     if resumed["step"] > 0:

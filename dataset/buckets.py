@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 import statistics
 from typing import NamedTuple
@@ -158,9 +157,8 @@ class Sizing:
             length = max((n for n in lengths if n <= num_frames and (n == 1) == (num_frames == 1)), default=None)
             pixels, sides = bucket_pixels(name)
             height, width = sides or (0, 0)
-            if length is None or source_width * source_height < pixels:
-                continue
-            if source_height < height or source_width < width:
+            is_large = source_width * source_height >= pixels and source_height >= height and source_width >= width
+            if length is None or not is_large:
                 continue
             share, batch_size = lengths[length]
             if share < 1 and keyed_draw(self.seed, item_id, 1, number, length).random() >= share:
@@ -225,19 +223,12 @@ def describe_buckets(records, repeats, *, train_batch_size, tokens_per_sample):
         crops[key].append(cropped_share(record["source"]["size"], record["used"]["size"]))
         samples[key] += repeat
     row = "{:>24} {:>7} {:>9} {:>6} {:>7} {:>12} {:>6} {:>7}".format
-    lines = [
-        row("bucket (w x h x frames)", "items", "per epoch", "batch", "batches", "tokens/batch", "crop", "at most")
-    ]
+    titles = "bucket (w x h x frames)", "items", "per epoch", "batch", "batches", "tokens/batch", "crop", "at most"
+    lines = [row(*titles)]
     for key in sorted(crops, key=lambda key: (math.prod(key[0][:3]), key), reverse=True):
         shape, batch_size = key
         tokens = batch_size * tokens_per_sample(shape.height, shape.width, shape.frames)
         crop = [f"{share:.1%}" for share in (statistics.median(crops[key]), max(crops[key]))]
-        lines.append(
-            row(str(shape), len(crops[key]), samples[key], batch_size, -(-samples[key] // batch_size), tokens, *crop)
-        )
-    everything = list(itertools.chain(*crops.values()))
-    lines.append(
-        f"  crop: share of a side that is cut off, median and most of each bucket; of all items "
-        f"{statistics.median(everything):.1%} and {max(everything):.1%}"
-    )
+        counts = len(crops[key]), samples[key], batch_size, math.ceil(samples[key] / batch_size)
+        lines.append(row(str(shape), *counts, tokens, *crop))
     return lines

@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import shutil
 import threading
 import time
 
@@ -57,14 +58,12 @@ class Cache:
 
     def __init__(self, folder, process_index=0):
         self.folder = pathlib.Path(folder)
-        self._files, self._measured = {}, {}
-        self._lock = threading.Lock()
+        self._known, self._lock = {}, threading.Lock()
         self._own_index, self._index = self.folder / f"index-{process_index}.jsonl", None
         for path in sorted(self.folder.glob("index-*.jsonl")):
             self._read_index(path)
 
     def _read_index(self, path):
-        kinds = {"file": self._files, "measured": self._measured}
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
@@ -72,12 +71,13 @@ class Cache:
         for line in text.split("\n"):
             try:
                 kind, key, value = json.loads(line)
-                kinds[kind][key] = value
-            except (ValueError, KeyError, TypeError):
+                self._known[kind, key] = value
+            except (ValueError, TypeError):
                 continue  # cut off by a kill, or of another version
 
     def _add(self, kind, key, value):
         line = json.dumps([kind, key, value]) + "\n"
+        self._known[kind, key] = json.loads(line)[-1]
         with self._lock:
             try:
                 if self._index is None:
@@ -88,20 +88,35 @@ class Cache:
                 self._index.write(line)
             except OSError:
                 # A cache that is full of entries and cannot be written serves as well; then this is found out again.
-                # Where entries are to be written too, `make_folder` refuses.
+                # Where entries are to be written too, `make_room` refuses.
                 self._index = open(os.devnull, "w")
 
-    def make_folder(self):
-        """Make the folder, and check that it can be written.
+    def make_room(self, num_bytes):
+        """Make the folder, and check that it has room for what will be written.
+
+        Args:
+            num_bytes (`int`): Of that; with 0 nothing is done.
 
         Raises:
-            RefusedError: It cannot.
+            RefusedError: The folder cannot be written, or its disk has no room.
         """
+        if not num_bytes:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._own_index.touch()
         except OSError as error:
             raise RefusedError(f"--cache_dir {self.folder} cannot be written: {error.strerror}.") from None
+        # What killed runs left unfinished; what runs write at this moment is younger.
+        for path in self.folder.glob("*/*/*.tmp"):
+            # Other processes do the same.
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > 3600:
+                    path.unlink()
+        free = shutil.disk_usage(self.folder).free
+        if num_bytes > free:
+            sizes = f"{num_bytes / 2**30:.2f} GiB are to be written there and {free / 2**30:.2f} GiB are free"
+            raise RefusedError(f"--cache_dir {self.folder}: {sizes}; give a folder on another disk.")
 
     # ---- media
 
@@ -117,22 +132,20 @@ class Cache:
             return digest_of([[name, self.digest(os.path.join(content, name))] for name in names])
         key, status = os.path.abspath(content), os.stat(content)
         state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-        known = self._files.get(key)
-        if known is not None and known[0] == state:
-            return known[1]
+        known_state, digest = self._known.get(("file", key), (None, None))
+        if known_state == state:
+            return digest
         with open(content, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NANOSECONDS:
-            self._files[key] = [state, digest]
             self._add("file", key, [state, digest])
         return digest
 
     def measured(self, key, measure):
         """Return what `measure` returns, a value that JSON takes, and remember it under `key`."""
-        if key not in self._measured:
-            self._measured[key] = json.loads(json.dumps(measure()))
-            self._add("measured", key, self._measured[key])
-        return self._measured[key]
+        if ("measured", key) not in self._known:
+            self._add("measured", key, measure())
+        return self._known["measured", key]
 
     # ---- entries
 
@@ -140,14 +153,6 @@ class Cache:
         """Return where the entry of a kind (`"captions"`, `"media"`) is whose key has these parts."""
         key = digest_of(parts)
         return self.folder / kind / key[:2] / f"{key}.safetensors"
-
-    def remove_leftovers(self):
-        """Remove what killed runs left unfinished; what runs write at this moment is younger."""
-        for path in self.folder.glob("*/*/*.tmp"):
-            # Other processes do the same.
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > 3600:
-                    path.unlink()
 
 
 def is_complete(path):

@@ -5,9 +5,7 @@ embedded one; what cannot be converted is refused by its name. A file with no de
 2.2 keeps its pixels: the camera curves of SDR video are shown by screens whose own curve is about sRGB's.
 """
 
-import contextlib
 import functools
-import io
 import logging
 import struct
 
@@ -125,13 +123,14 @@ def expand_range(image):
 # Images
 
 
-def profile_of_image(image):
+def profile_of_image(image, file):
     """Returns the ICC profile of an image, however its file declares its colours.
 
     The first of these counts: PNG's cICP, an embedded profile, other numbers of its format, EXIF and TIFF tags.
 
     Args:
         image: A `PIL.Image.Image` that was opened and is not loaded yet.
+        file: The same file, opened once more.
 
     Returns:
         The profile, bytes that are empty for sRGB, or None where it declares nothing; and whether the pixels have the
@@ -140,16 +139,11 @@ def profile_of_image(image):
     Raises:
         ValueError: What it declares cannot be converted.
     """
-    position = image.fp.tell()
-    image.fp.seek(0)
-    try:
-        cicp = _png_cicp(image.fp) if image.format == "PNG" else None
-        own = {"AVIF": _avif_profile, "BMP": _bmp_profile, "JPEG2000": _jpeg2000_profile, "PNG": _png_profile}
-        profile = image.info.get("icc_profile")
-        if profile is None and cicp is None and image.format in own:
-            profile = own[image.format](image)
-    finally:
-        image.fp.seek(position)
+    cicp = _png_cicp(file) if image.format == "PNG" else None
+    profile = image.info.get("icc_profile")
+    own = {"AVIF": _avif_profile, "BMP": _bmp_profile, "PNG": _png_profile}
+    if profile is None and image.format in own:
+        profile = own[image.format](image, file)
     if cicp is not None:
         primaries, curve, matrix, full_range = cicp
         if matrix != 0:
@@ -159,17 +153,12 @@ def profile_of_image(image):
 
 
 def _png_cicp(file):
-    file.seek(8)
-    while len(head := file.read(8)) == 8:
-        num_bytes, name = struct.unpack(">I4s", head)
-        if name == b"cICP":
-            return struct.unpack("4B", file.read(4))
-        if name == b"IDAT":
-            return None
-        file.seek(num_bytes + 4, io.SEEK_CUR)
+    # By the length and the name of its chunk.
+    _, is_there, content = file.read().partition(b"\0\0\0\4cICP")
+    return struct.unpack("4B", content[:4]) if is_there else None
 
 
-def _png_profile(image):
+def _png_profile(image, _):
     if "srgb" in image.info:
         return b""
     gamma, chromaticities = image.info.get("gamma"), image.info.get("chromaticity")
@@ -178,36 +167,23 @@ def _png_profile(image):
     return _profile(chromaticities or _SRGB, 1 / gamma if gamma else None)
 
 
-def _avif_profile(image):
+def _avif_profile(_, file):
     import av
 
     # Its decoder applies matrix and range, and reports nothing of the rest.
     try:
-        with av.open(io.BytesIO(image.fp.read()), options={"format_whitelist": "mov"}) as container:
+        with av.open(file, options={"format_whitelist": "mov"}) as container:
             context = container.streams.best("video").codec_context
             return profile_of_numbers(context.color_primaries, context.color_trc)
     except av.FFmpegError as error:
         raise ValueError(f"what it declares of its colours cannot be read (FFmpeg: {error.strerror!r})") from error
 
 
-def _bmp_profile(image):
-    header = image.fp.read(14 + 108)[14:]
+def _bmp_profile(_, file):
+    header = file.read(14 + 108)[14:]
     says_nothing = int.from_bytes(header[:4], "little") < 108 or not any(header[56:])
     if not says_nothing and header[56:60] not in (b"BGRs", b" niW"):
         raise ValueError("its colours are not sRGB by its BMP header; save it as PNG with a profile")
-
-
-def _jpeg2000_profile(image):
-    header, has_boxes, _ = image.fp.read().partition(b"jp2c")
-    start = header.find(b"colr")
-    if not has_boxes or start < 0:
-        return None
-    method, number = header[start + 4], int.from_bytes(header[start + 7 : start + 11], "big")
-    if method in (2, 3):
-        return header[start + 7 : start - 4 + int.from_bytes(header[start - 4 : start], "big")]
-    # Black and white twice, CMYK, sRGB, grey, and sRGB's Y'CbCr, which the decoder turns into RGB.
-    if method != 1 or number not in (0, 15, 12, 16, 17, 18):
-        raise ValueError(f"its colour space (method {method}, number {number} in JPEG 2000) is not supported")
 
 
 def _exif_profile(image, profile):
@@ -216,9 +192,7 @@ def _exif_profile(image, profile):
         exif = image.getexif()
         details = exif.get_ifd(ExifTags.IFD.Exif)
         space = details.get(ExifTags.Base.ColorSpace)
-        interoperability = {}
-        with contextlib.suppress(KeyError):  # which Pillow raises where there is none
-            interoperability = exif.get_ifd(ExifTags.IFD.Interop)
+        interoperability = exif.get_ifd(ExifTags.IFD.Interop) if ExifTags.IFD.Interop in details else {}
         white, primaries, matrix, levels = (
             exif.get(tag) and tuple(float(value) for value in exif.get(tag)) for tag in (318, 319, 529, 532)
         )
@@ -226,17 +200,14 @@ def _exif_profile(image, profile):
     except Exception as error:  # SyntaxError, struct.error, ...: as for the orientation
         logger.info("EXIF not readable: %s", error)
         return profile
-    if matrix and np.abs(np.subtract(matrix, _BT601)).max() > 0.002:
-        raise ValueError(f"its colour matrix (YCbCrCoefficients {matrix}) is not that of BT.601")
-    if levels and levels not in _FULL_RANGES:
-        raise ValueError(f"its range (ReferenceBlackWhite {levels}) is not the full one")
+    is_other = matrix and np.abs(np.subtract(matrix, _BT601)).max() > 0.002
+    if is_other or (levels and levels not in _FULL_RANGES):
+        raise ValueError(f"its YCbCrCoefficients {matrix} or ReferenceBlackWhite {levels} are not those of JPEG")
     if profile is not None or space == 1:
         return profile
-    if space == 0xFFFD:
-        raise ValueError("its colours are Wide Gamut RGB by EXIF, without a profile; embed one")
+    if space == 0xFFFD or (301 in exif and space != 2):
+        raise ValueError("its colours are Wide Gamut RGB or its TransferFunction is a table; embed a profile")
     # The second is how cameras say it, together with a colour space that is "uncalibrated".
     if space == 2 or interoperability.get(ExifTags.Interop.InteropIndex) == "R03":
         return _profile(_ADOBE_RGB, 563 / 256)
-    if 301 in exif:
-        raise ValueError("its transfer curve is a table (TransferFunction), which is not read; embed a profile")
     return _profile((*(white or _D65), *(primaries or _SRGB[2:])), gamma or None)

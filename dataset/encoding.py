@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import shutil
 
 import torch
 from diffusers.training_utils import free_memory
@@ -153,28 +152,6 @@ def count_caption_tokens(items, further_captions, count_tokens):
     return {caption: kept for caption, (_, kept) in counts.items()}
 
 
-def check_room(cache, num_bytes):
-    """Make the cache folder, and check that its disk has room for what will be written.
-
-    Args:
-        cache (`Cache`)
-        num_bytes (`int`): Of what will be written; with 0 nothing is done.
-
-    Raises:
-        RefusedError: The disk has no room, or the folder cannot be written.
-    """
-    if not num_bytes:
-        return
-    cache.make_folder()
-    cache.remove_leftovers()
-    free = shutil.disk_usage(cache.folder).free
-    if num_bytes > free:
-        raise RefusedError(
-            f"--cache_dir {cache.folder}: {num_bytes / 2**30:.2f} GiB are to be written there and "
-            f"{free / 2**30:.2f} GiB are free; give a folder on another disk."
-        )
-
-
 def encode_missing(plan, kind, log, *, load, encode, read=None, points=()):
     """Load an encoder if anything of its kind is missing, encode that, each process a part, and release it.
 
@@ -255,4 +232,4 @@ def _encode_share(share, encode, read, bar):
             for _ in written:
                 bar.update()
     except OSError as error:
-        raise RefusedError(f"what is encoded cannot be written to --cache_dir: {error}.") from error
+        raise RefusedError(f"an item cannot be read, or --cache_dir cannot be written: {error}.") from error

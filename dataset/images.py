@@ -21,7 +21,7 @@ from runtime.errors import RefusedError
 logger = logging.getLogger(__name__)
 
 # Pillow knows more, of which some are read by other programs (EPS) and many are seldom tried.
-IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 # The largest cameras take 151 million. Decoding takes up to 20 bytes for each, and a false header may say anything.
 MAX_SOURCE_PIXELS = 180_000_000
@@ -49,23 +49,22 @@ def open_image(media, name=None):
         name = "embedded image" if isinstance(media, bytes) else media
     try:
         # What it is shows in its first bytes, whatever its name ends with.
-        with open_media(media) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
-            if image.width * image.height > MAX_SOURCE_PIXELS:
-                raise ValueError(
-                    f"it has {image.width}x{image.height} pixels, and at most {MAX_SOURCE_PIXELS} are read"
-                )
+        with open_media(media) as file, open_media(media) as again, Image.open(file, formats=IMAGE_FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_SOURCE_PIXELS:
+                raise ValueError(f"it has {width}x{height} pixels, and at most {MAX_SOURCE_PIXELS} are read")
             if image.format == "TIFF" and image.tag_v2.get(254, 0) & 1:
                 raise ValueError("it is the raw data of a camera, behind a small preview; save it as PNG or JPEG")
             # MPO is a JPEG with a preview or a second view behind the image.
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise ValueError(f"it has {image.n_frames} frames, and an image has one")
-            profile, limited = profile_of_image(image)
+            profile, limited = profile_of_image(image, again)
             image.load()
             # Upright before its size is used.
             return _to_rgb(_upright(image, name), profile, limited)
     except UnidentifiedImageError as error:
-        hint = "; save HEIF as PNG or JPEG" if image_format(media) == "HEIF" else ""
-        raise RefusedError(f"{name} is not an image that Pillow can read{hint}.") from error
+        hint = "save HEIF, JPEG 2000 and others as PNG or JPEG"
+        raise RefusedError(f"{name} is not an image that Pillow can read; {hint}.") from error
     except Exception as error:  # on damaged files Pillow raises OSError, SyntaxError, ValueError, struct.error, ...
         raise RefusedError(f"{name} cannot be used: {error}.") from error
 
@@ -110,20 +109,15 @@ def _to_rgb(image, profile, limited):
     if image.mode in ("F", "I"):
         raise ValueError(f"32-bit pixels (mode {image.mode}) have no defined white; save it with 8 or 16 bits")
     alpha = None
-    if image.mode == "La":
-        image = image.convert("LA")
     if image.mode.startswith("I;16"):
         # Pillow's own conversion clips at 255.
         values = np.asarray(image).astype(np.uint32)
         if "transparency" in image.info:
             alpha = Image.fromarray(np.where(values == image.info["transparency"], 0, 255).astype(np.uint8))
-        white = 65535
-        if image.format == "TIFF":
-            # Pillow leaves 12 bits as they are, and does not turn those upside down in which 0 is white.
-            white = 2 ** image.tag_v2[ExifTags.Base.BitsPerSample][0] - 1
-            if image.tag_v2[ExifTags.Base.PhotometricInterpretation] == 0:
-                values = white - values
-        image = Image.fromarray(((values * 255 + white // 2) // white).astype(np.uint8))
+        # Pillow leaves 12 bits as they are, and does not turn those upside down in which 0 is white.
+        if image.format == "TIFF" and (image.tag_v2[258][0], image.tag_v2[262]) != (16, 1):
+            raise ValueError("its greys have 12 bits, or 0 for white; save it with 8 or 16 bits and 0 for black")
+        image = Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
     elif image.has_transparency_data:
         transparency = image.info.get("transparency")
         if isinstance(transparency, tuple) and max(transparency) > 255:
@@ -132,7 +126,7 @@ def _to_rgb(image, profile, limited):
         rgba = image.convert("RGBA")
         alpha = rgba.getchannel("A")
         # Grey stays grey for its profile.
-        image = rgba.convert("RGB").convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
+        image = rgba.convert("RGB").convert("L" if image.mode in ("1", "L", "LA") else "RGB")
     elif image.mode == "P":
         image = image.convert("RGB")
 
@@ -236,9 +230,7 @@ def _decide(row, measured, sizing):
     if isinstance(chosen, str):
         return record | {"reason": chosen}
     height, width, _, batch_size = chosen
-    used = {"size": [width, height], "frames": 1}
-    if batch_size is not None:
-        used["batch_size"] = batch_size
+    used = {"size": [width, height], "frames": 1} | ({} if batch_size is None else {"batch_size": batch_size})
     return record | {"decision": "used", "used": used}
 
 

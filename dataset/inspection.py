@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from tqdm.auto import tqdm
 
-from dataset.buckets import cropped_share
 from dataset.cache import digest_of, installed_versions
 from dataset.metadata import Row, first_five
 from runtime.errors import RefusedError
@@ -47,15 +46,9 @@ class Item(NamedTuple):
     def files(self, role):
         """Returns for each file of a role a row with it as target, its digest, and how it is used (size, frames)."""
         used = self.record["used"]
-        return [
-            (dataclasses.replace(self.row, media={"target": (file,)}), digest, used_file)
-            for file, digest, used_file in zip(
-                self.row.media.get(role, ()),
-                self.digests.get(role, ()),
-                [used] if role == "target" else used.get("files", {}).get(role, ()),
-                strict=True,
-            )
-        ]
+        of_files = [used] if role == "target" else used.get("files", {}).get(role, ())
+        files = zip(self.row.media.get(role, ()), self.digests.get(role, ()), of_files, strict=True)
+        return [(dataclasses.replace(self.row, media={"target": (file,)}), *rest) for file, *rest in files]
 
 
 class Inspector(NamedTuple):
@@ -100,9 +93,7 @@ def like_target(role, measured, used):
     if num_frames == 1:
         return {"size": used["size"], "frames": 1}
     if num_frames <= max(used["source_frames"]):
-        raise RefusedError(
-            f"its {role} has {num_frames} frames, and the target is used up to {used['source_frames'][-1]}."
-        )
+        raise RefusedError(f"its {role} has {num_frames} frames, fewer than are used of the target.")
     return {name: used[name] for name in ("size", "frames", "source_frames")}
 
 
@@ -127,14 +118,12 @@ def inspect_each(rows, inspector, *, on_bad_sample="error", cache=None, accelera
         raise RefusedError("The dataset has no items.")
     rank, num_processes = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     share = rows[rank::num_processes]
-    shown = rank == 0 and len(share) >= 50
     # Threads: Pillow and FFmpeg decode without holding Python's lock.
     with ThreadPoolExecutor(inspector.max_threads) as pool:
         found = pool.map(lambda row: _inspect(row, inspector, cache, use_file or like_target), share)
-        results = list(tqdm(found, f"inspecting {inspector.what}", len(share), disable=not shown))
-    if num_processes > 1:
-        gathered = gather_from_all(accelerator, results)
-        results = [gathered[n % num_processes][n // num_processes] for n in range(len(rows))]
+        results = list(tqdm(found, f"inspecting {inspector.what}", len(share), disable=rank > 0 or len(share) < 50))
+    gathered = [results] if accelerator is None else gather_from_all(accelerator, results)
+    results = [gathered[n % num_processes][n // num_processes] for n in range(len(rows))]
     items = [Item(row, *result[:2]) for row, result in zip(rows, results, strict=True)]
     _judge(items, [problem for *_, problem in results], inspector.what, on_bad_sample)
     return items
@@ -196,9 +185,8 @@ def _judge(items, marks, what, on_bad_sample):
     if bad:
         logger.warning("--on_bad_sample skip: %d of %d %s are left out:%s", len(bad), len(items), what, listing)
 
-    kinds = "dropped", "shortened or retimed", "enlarged more than 2 times", "cropped by more than a quarter of a side"
-    notes = {f"are {kind}": [] for kind in kinds}
-    dropped, changed, enlarged, cropped = notes.values()
+    notes = {"dropped": [], "shortened or retimed": [], "enlarged more than 2 times": []}
+    dropped, changed, enlarged = notes.values()
     for (_, record, _), problem in zip(items, marks, strict=True):
         if record["decision"] == "dropped":
             dropped += [] if problem else [f"{record['id']}: {record['reason']}"]
@@ -206,12 +194,11 @@ def _judge(items, marks, what, on_bad_sample):
         changed += [f"{record['id']}: {record['reason']}"] if record["reason"] else []
         source, used = record["source"]["size"], record["used"]["size"]
         change = f"{record['id']}: {source[0]}x{source[1]} to {used[0]}x{used[1]}"
-        scale, share = max(used[0] / source[0], used[1] / source[1]), cropped_share(source, used)
+        scale = max(used[0] / source[0], used[1] / source[1])
         enlarged += [f"{change}, {scale:.1f} times"] if scale > 2 else []
-        cropped += [f"{change}, {share:.0%}"] if share > 0.25 else []
     if len(dropped) + len(bad) == len(items):
         listing = "\n".join(f"  {line}" for line in (*bad, *dropped))
         raise RefusedError(f"All {len(items)} {what} are dropped:\n{listing}")
     for note, names in notes.items():
         if names:
-            logger.warning("%d of %d %s %s:\n%s", len(names), len(items), what, note, first_five(names))
+            logger.warning("%d of %d %s are %s:\n%s", len(names), len(items), what, note, first_five(names))

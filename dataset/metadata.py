@@ -27,17 +27,16 @@ def _suffixes(names):
 
 
 # The endings of what is read: of Pillow's formats in `images.py`, and of FFmpeg's containers in `videos.py`.
-IMAGE_SUFFIXES = _suffixes(
-    "apng avif avifs bmp dib gif j2c j2k jfif jp2 jpc jpe jpeg jpf jpg jpx mpo pbm pfm pgm png pnm ppm tif tiff webp"
-)
+IMAGE_SUFFIXES = _suffixes("apng avif avifs bmp dib gif jfif jpe jpeg jpg mpo pbm pfm pgm png pnm ppm tif tiff webp")
 VIDEO_SUFFIXES = _suffixes(
     "264 265 3g2 3gp 3gpp asf avc avi divx f4v flv gif h264 h265 hevc ismv m1v m2p m2t m2ts m2v m4v mj2 mk3d mkv mov "
     "mp4 mp4v mpe mpeg mpg mpv mts ogv qt tod trp ts vob webm wmv xvid"
 )
 # Also of what people take for images, and is read only where the file is something else than it is called.
 KNOWN_IMAGE_SUFFIXES = IMAGE_SUFFIXES + _suffixes(
-    "3fr ai arw bpg cr2 cr3 crw dcr dds dng emf eps erf exr fff hdr heic heics heif hif icns ico iiq jls jxl jxr kdc "
-    "mef mos mrw nef nrw orf pcx pdf pef psb psd qoi raf raw rw2 rwl sgi sr2 srf srw svg svgz tga wdp wmf x3f xcf"
+    "3fr ai arw bpg cr2 cr3 crw dcr dds dng emf eps erf exr fff hdr heic heics heif hif icns ico iiq j2c j2k jls jp2 "
+    "jpc jpf jpx jxl jxr kdc mef mos mrw nef nrw orf pcx pdf pef psb psd qoi raf raw rw2 rwl sgi sr2 srf srw svg svgz "
+    "tga wdp wmf x3f xcf"
 )
 
 

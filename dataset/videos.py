@@ -41,13 +41,8 @@ MATRICES = (1, 4, 5, 6, 7, 9)
 UNTAGGED_MATRIX = 2
 
 # The exact arithmetic of swscale, with chroma interpolated in both directions; its default rounds and repeats.
-SWSCALE_FLAGS = (
-    Interpolation.BICUBIC
-    | Interpolation.FULL_CHR_H_INT
-    | Interpolation.FULL_CHR_H_INP
-    | Interpolation.ACCURATE_RND
-    | Interpolation.BITEXACT
-)
+_WHOLE_CHROMA = Interpolation.FULL_CHR_H_INT | Interpolation.FULL_CHR_H_INP
+SWSCALE_FLAGS = Interpolation.BICUBIC | _WHOLE_CHROMA | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 
 # A frame that comes late by up to this part of the mean interval, and half a millisecond, to which mkv rounds, counts.
 LATE = 0.25
@@ -93,40 +88,30 @@ def _decide(row, measured, *, sizing, fps, clip_part, min_frames):
     # single frame is an image, however long it is shown.
     last = math.floor((times[-1] - times[0] + late) * fps)
     available = max(round(measured["duration"] * fps), last + 1) if num_frames > 1 else 1
-    if round_down_frames(available) < min_frames:
-        rounded = "" if available % 4 == 1 else f", rounded down to {round_down_frames(available)} (4n + 1)"
-        record["reason"] = f"{available} frames at {fps:g} fps{rounded}; at least {min_frames} are needed"
-        return record
-
+    if available < min_frames:
+        return record | {"reason": f"{available} frames at {fps:g} fps; at least {min_frames} are needed"}
     chosen = sizing.choose(row.id, *size, available)
     if isinstance(chosen, str):
-        record["reason"] = chosen
-        return record
+        return record | {"reason": chosen}
     height, width, most_frames, batch_size = chosen
     num_used = round_down_frames(min(most_frames, available))
     spare = available - num_used
+    first = spare // 2 if clip_part == "middle" else 0
     if clip_part == "random":
         first = int(keyed_draw(sizing.seed, row.id).integers(spare + 1))
-    else:
-        first = spare // 2 if clip_part == "middle" else 0
     shown = times[0] + (first + np.arange(num_used)) / fps
     source_frames = np.searchsorted(times, shown + late, side="right") - 1
-    record["decision"] = "used"
-    record["used"] = {"size": [width, height], "frames": num_used, "fps": fps, "source_frames": source_frames.tolist()}
-    if batch_size is not None:
-        record["used"]["batch_size"] = batch_size
+    used = {"size": [width, height], "frames": num_used, "fps": fps, "source_frames": source_frames.tolist()}
+    used |= {} if batch_size is None else {"batch_size": batch_size}
 
     changes, steps = [], np.diff(source_frames)
     if (steps != 1).any():
         repeated = ", frames repeated" if (steps == 0).any() else ""
         changes.append(f"retimed from {measured['fps']:g} to {fps:g} fps{repeated}")
-    if spare and num_used < most_frames:
-        changes.append(f"{available} frames, rounded down to {num_used} (4n + 1)")
-    elif spare:
+    if spare:
         where = f"at random, from frame {first}" if clip_part == "random" else f"from the {clip_part}"
-        changes.append(f"{num_used} of {available} frames, {where}")
-    record["reason"] = "; ".join(changes) or None
-    return record
+        changes.append(f"{num_used} of {available} frames (4n + 1), {where}")
+    return record | {"used": used, "decision": "used", "reason": "; ".join(changes) or None}
 
 
 def read_clip(row, record):
@@ -157,7 +142,10 @@ def _images_of(media, name):
     """Returns the images that a clip is made of, each as (file, name in messages), or None for a video."""
     embedded = isinstance(media, bytes)
     if not embedded and os.path.isdir(media):
-        return [(file, f"{name}: {file.name}") for file in _frame_files(media, name)]
+        files = frame_names(media)
+        if not files:
+            raise RefusedError(f"{name} is a folder without images ({', '.join(IMAGE_SUFFIXES)}).")
+        return [(Path(media, file), f"{name}: {file}") for file in sorted(files, key=_natural)]
     kind = image_format(media)
     # The name decides on a file that is neither. FFmpeg would take the tiles of HEIF for frames.
     if kind is None and not embedded and Path(media).suffix.lower() in KNOWN_IMAGE_SUFFIXES:
@@ -165,21 +153,11 @@ def _images_of(media, name):
     return None if kind in (None, "GIF") else [(media, name)]
 
 
-def _frame_files(folder, name):
-    """Returns the paths of the images in a folder, numbers in their names in the order of their values."""
-    try:
-        files = frame_names(folder)
-    except OSError as error:
-        raise RefusedError(f"{name} cannot be read: {error.strerror}.") from error
-    if not files:
-        raise RefusedError(f"{name} is a folder without images ({', '.join(IMAGE_SUFFIXES)}).")
-
-    def natural(file):
-        # Digits are at the odd places, so that numbers are compared with numbers only.
-        parts = re.split(r"([0-9]+)", file)
-        return [int(part) if n % 2 else part for n, part in enumerate(parts)], file
-
-    return [Path(folder, file) for file in sorted(files, key=natural)]
+def _natural(file):
+    """Returns by what names are sorted so that the numbers in them are in the order of their values."""
+    # Digits are at the odd places, so that numbers are compared with numbers only.
+    parts = re.split(r"([0-9]+)", file)
+    return [int(part) if n % 2 else part for n, part in enumerate(parts)], file
 
 
 def measure(media, name, fps):
@@ -413,16 +391,10 @@ def _to_image(frame, stream, stated):
     """Returns a frame of a stream as it is displayed, a `PIL.Image.Image` in mode RGB; `stated` as for `_colours`."""
     has_alpha = frame.format.has_palette or any(component.is_alpha for component in frame.format.components)
     profile, matrix, color_range = _colours(frame, stream, stated)
-    converted = frame.reformat(
-        format="rgba" if has_alpha else "rgb24",
-        # Stated, because swscale takes BT.601 for what is not tagged.
-        src_colorspace=matrix,
-        dst_colorspace=matrix,
-        src_color_range=None if matrix is None else color_range,
-        dst_color_range=ColorRange.JPEG,
-        interpolation=SWSCALE_FLAGS,
-        threads=1,
-    )
+    # The matrix is stated, because swscale takes BT.601 for what is not tagged.
+    how = {"src_colorspace": matrix, "src_color_range": None if matrix is None else color_range}
+    how |= {"dst_colorspace": matrix, "dst_color_range": ColorRange.JPEG, "interpolation": SWSCALE_FLAGS}
+    converted = frame.reformat(format="rgba" if has_alpha else "rgb24", threads=1, **how)
     image = Image.fromarray(converted.to_ndarray())
     alpha = image.getchannel("A") if has_alpha else None
     image = image.convert("RGB")

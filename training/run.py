@@ -10,7 +10,7 @@ from blockwise.stock import install_plan
 from dataset.batches import Sample, TrainingDataset, plan_batches
 from dataset.buckets import Sizing
 from dataset.cache import Cache, read_entry
-from dataset.encoding import Encoding, EncodingPlan, check_room, count_caption_tokens, encode_missing
+from dataset.encoding import Encoding, EncodingPlan, count_caption_tokens, encode_missing
 from dataset.images import inspect_rows, read_image
 from dataset.metadata import IMAGE_SUFFIXES, VIDEO_SUFFIXES, describe_rows, read_datasets
 from dataset.report import draw_contact_sheet
@@ -50,7 +50,7 @@ def run(family_class, args, log):
         record = RunRecord(this)
         if family.never_trained:
             accelerator.print(f"never trained, since they get no gradient: {', '.join(family.never_trained)}")
-        check_room(this.cache, this.forecast.cache_bytes)
+        this.cache.make_room(this.forecast.cache_bytes)
         if args.dry_run:
             path = pathlib.Path(args.output_dir) / "contact_sheet.png"
             on_main_process(accelerator, lambda: draw_contact_sheet(path, this.items, media_of(family)[1]))

@@ -127,14 +127,14 @@ def test_leftovers_of_killed_runs_are_removed_when_they_are_old(tmp_path):
     old, new = entry.with_suffix(".1-1.tmp"), entry.with_suffix(".2-2.tmp")
     old.write_bytes(b"x"), new.write_bytes(b"x")
     os.utime(old, (time.time() - 7200,) * 2)
-    cache.remove_leftovers()
+    cache.make_room(1)
     assert sorted(entry.parent.iterdir()) == sorted([entry, new])
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(RefusedError, match="--cache_dir .*file/cache cannot be written: Not a directory"):
-        Cache(tmp_path / "file" / "cache").make_folder()
+        Cache(tmp_path / "file" / "cache").make_room(1)
 
 
 def test_an_index_of_another_version_or_kind(tmp_path):

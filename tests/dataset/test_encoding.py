@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dataset.cache import Cache, is_complete, read_entry
-from dataset.encoding import Encoding, EncodingPlan, check_room, encode_missing
+from dataset.encoding import Encoding, EncodingPlan, encode_missing
 from dataset.inspection import Item
 from dataset.metadata import Row
 from runtime.errors import RefusedError
@@ -115,9 +115,9 @@ def test_a_full_cache_may_be_read_only(tmp_path, monkeypatch):
     cache = Cache(tmp_path / "cache")
     monkeypatch.setattr(pathlib.Path, "mkdir", fail)
     assert cache.measured("key", lambda: 1) == 1 == cache.measured("key", lambda: 2)
-    check_room(cache, 0)
+    cache.make_room(0)
     with pytest.raises(RefusedError, match="--cache_dir .* cannot be written: Permission denied"):
-        check_room(cache, 1)
+        cache.make_room(1)
 
 
 def test_processes_wait_longer_than_collectives_may_take(on_two_processes, tmp_path):

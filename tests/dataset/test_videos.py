@@ -245,7 +245,7 @@ def test_lengths_are_rounded_down_to_4n_plus_1_with_notice(tmp_path):
         (record,) = inspect(path)
         used = {1: 1, 2: 1, 3: 1, 4: 1, 5: 5, 6: 5, 7: 5, 8: 5, 9: 9, 10: 9}[num_frames]
         assert record["used"]["frames"] == used and record["used"]["source_frames"] == list(range(used))
-        notice = None if num_frames == used else f"{num_frames} frames, rounded down to {used} (4n + 1)"
+        notice = None if num_frames == used else f"{used} of {num_frames} frames (4n + 1), from the start"
         assert record["reason"] == notice
 
 
@@ -254,7 +254,7 @@ def test_the_last_frame_is_shown_as_long_as_the_others(tmp_path):
     (record,) = inspect(path)
     # Eight times each, a quarter early.
     assert record["used"]["source_frames"] == [(k + 2) // 8 for k in range(37)]
-    assert record["reason"].endswith("frames repeated; 40 frames, rounded down to 37 (4n + 1)")
+    assert record["reason"].endswith("frames repeated; 37 of 40 frames (4n + 1), from the start")
 
 
 def test_times_that_are_all_the_same_count_for_nothing(tmp_path):
@@ -270,8 +270,8 @@ def test_a_change_of_rate_and_of_length_stand_in_one_reason(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     path = write_clip(tmp_path / "a.mp4", greys(22) * 2, 32, "libx264", "yuv420p")
     (record,) = inspect(path)
-    assert record["reason"] == "retimed from 32 to 16 fps; 22 frames, rounded down to 21 (4n + 1)"
-    assert "1 of 1 clips are shortened or retimed:\n  a.mp4: retimed from 32 to 16 fps; 22 frames" in caplog.text
+    assert record["reason"] == "retimed from 32 to 16 fps; 21 of 22 frames (4n + 1), from the start"
+    assert "1 of 1 clips are shortened or retimed:\n  a.mp4: retimed from 32 to 16 fps; 21 of 22" in caplog.text
 
 
 def test_the_record_is_that_of_dataset_jsonl(tmp_path):
@@ -286,7 +286,7 @@ def test_the_record_is_that_of_dataset_jsonl(tmp_path):
             "source": {"size": [80, 48], "frames": 40, "fps": 23.976},
             "used": {"size": [80, 48], "frames": 5, "fps": 24, "source_frames": [0, 1, 2, 3, 4]},
             "decision": "used",
-            "reason": "5 of 40 frames, from the start",
+            "reason": "5 of 40 frames (4n + 1), from the start",
         }
     ]
     assert json.loads(json.dumps(records)) == records
@@ -301,7 +301,7 @@ def test_parts(tmp_path, clip_part, expected, where):
     record, levels = load(path, num_frames=5, clip_part=clip_part)
     # 13 frames at 16 fps, 8 to spare.
     assert record["used"]["source_frames"] == indices(levels) == expected
-    assert record["reason"] == f"retimed from 32 to 16 fps; 5 of 13 frames, {where}"
+    assert record["reason"] == f"retimed from 32 to 16 fps; 5 of 13 frames (4n + 1), {where}"
 
 
 def test_random_parts_are_one_draw_for_each_id(tmp_path):
@@ -313,7 +313,7 @@ def test_random_parts_are_one_draw_for_each_id(tmp_path):
         for record in records:
             first = record["used"]["source_frames"][0]
             assert record["used"]["source_frames"] == list(range(first, first + 5))
-            assert record["reason"] == f"5 of 10 frames, at random, from frame {first}"
+            assert record["reason"] == f"5 of 10 frames (4n + 1), at random, from frame {first}"
         return {record["id"]: record["used"]["source_frames"][0] for record in records}
 
     drawn = starts(rows)
@@ -344,7 +344,7 @@ def test_short_clips_are_dropped_with_a_count_and_a_reason(tmp_path, caplog):
     assert [record["decision"] for record in records] == ["used"] + ["dropped"] * 8
     assert [record["used"] for record in records[1:]] == [None] * 8
     alone = "1 frames at 16 fps; at least 5 are needed"
-    few = "4 frames at 16 fps, rounded down to 1 (4n + 1); at least 5 are needed"
+    few = "4 frames at 16 fps; at least 5 are needed"
     assert [record["reason"] for record in records] == [None, alone, *[few] * 6, alone]
     assert records[2]["source"] == {"size": [64, 64], "frames": 4, "fps": pytest.approx(16, rel=0.01)}
     assert f"8 of 9 clips are dropped:\n  still.png: {alone}\n  short0.mkv: {few}" in caplog.text
@@ -404,7 +404,7 @@ def test_a_folder_is_a_clip_in_the_order_of_its_numbers(tmp_path):
     assert record["source"] == {"size": [80, 48], "frames": 13, "fps": None}
     assert record["used"]["source_frames"] == indices(levels) == list(range(13)) and record["reason"] is None
     record, levels = load(folder, num_frames=5, clip_part="middle")
-    assert indices(levels) == [4, 5, 6, 7, 8] and record["reason"] == "5 of 13 frames, from the middle"
+    assert indices(levels) == [4, 5, 6, 7, 8] and record["reason"] == "5 of 13 frames (4n + 1), from the middle"
 
 
 def test_problems_of_folders_are_named(tmp_path):

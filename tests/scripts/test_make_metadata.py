@@ -404,7 +404,7 @@ def test_all_bad_files_are_listed_and_the_rest_is_kept(mixed, capsys, caplog, me
         "3 of 5 items cannot be used:\n  clip.mp4 cannot be used: it has no video stream that FFmpeg"
     )
     assert "\n  gone.png cannot be read: No such file" in message
-    assert "\n  sub/a b.png is not an image that Pillow can read.\n" in message
+    assert "\n  sub/a b.png is not an image that Pillow can read; save" in message
     assert "--on_bad_sample skip" in message
     assert f"kept in {kept_of(mixed / 'metadata.csv')}" in message
     assert not (mixed / "metadata.csv").exists()
