@@ -193,9 +193,7 @@ def _exif_profile(image, profile):
         details = exif.get_ifd(ExifTags.IFD.Exif)
         space = details.get(ExifTags.Base.ColorSpace)
         interoperability = exif.get_ifd(ExifTags.IFD.Interop) if ExifTags.IFD.Interop in details else {}
-        white, primaries, matrix, levels = (
-            exif.get(tag) and tuple(float(value) for value in exif.get(tag)) for tag in (318, 319, 529, 532)
-        )
+        white, primaries, matrix, levels = (tuple(map(float, exif.get(tag, ()))) for tag in (318, 319, 529, 532))
         gamma = float(details.get(ExifTags.Base.Gamma) or 0)
     except Exception as error:  # SyntaxError, struct.error, ...: as for the orientation
         logger.info("EXIF not readable: %s", error)

@@ -45,8 +45,7 @@ def open_image(media, name=None):
     Raises:
         RefusedError: If it is missing, damaged, animated, too large, HDR, or of a kind without a defined colour range.
     """
-    if name is None:
-        name = "embedded image" if isinstance(media, bytes) else media
+    name = name or ("embedded image" if isinstance(media, bytes) else media)
     try:
         # What it is shows in its first bytes, whatever its name ends with.
         with open_media(media) as file, open_media(media) as again, Image.open(file, formats=IMAGE_FORMATS) as image:

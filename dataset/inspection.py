@@ -142,11 +142,9 @@ def _inspect(row, inspector, cache, use_file):
                 found.append(_measure(content, name, inspector, cache))
             digests[role], measured[role] = zip(*found, strict=True)
         record = inspector.decide(row, measured.pop("target")[0])
-        if measured and record["used"] is not None:
-            record["used"]["files"] = {
-                role: [use_file(role, of_file, record["used"]) for of_file in files]
-                for role, files in measured.items()
-            }
+        used = record["used"]
+        if measured and used is not None:
+            used["files"] = {role: [use_file(role, one, used) for one in files] for role, files in measured.items()}
         return record, {} if cache is None else digests, None
     except RefusedError as error:
         text = str(error)
