@@ -1,9 +1,7 @@
 """The cache: everything is found by content, whole or not at all."""
 
+import multiprocessing
 import os
-import pathlib
-import subprocess
-import sys
 import time
 
 import pytest
@@ -148,18 +146,19 @@ def test_an_index_of_another_version_or_kind(tmp_path):
 
 def test_a_killed_writer_leaves_whole_entries(tmp_path):
     """Kill -9 in the middle of writing: what is there is complete, what is not is not taken for it."""
-    root = pathlib.Path(__file__).parents[2]
-    code = (
-        "import sys, torch; sys.path.insert(0, sys.argv[2])\n"
-        "from dataset.cache import Cache, write_entry\n"
-        "cache = Cache(sys.argv[1])\n"
-        "print('go', flush=True)\n"
-        "for n in range(10**6): write_entry(cache.path('media', {'n': n}), {'latents': torch.full((10**6,), n)})\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, tmp_path, root], stdout=subprocess.PIPE) as writer:
-        writer.stdout.readline()
-        time.sleep(0.4)
-        writer.kill()
+    cache, latents = Cache(tmp_path), torch.ones(10**6)
+
+    def write():
+        for n in range(10**6):
+            write_entry(cache.path("media", {"n": n}), {"latents": latents})
+
+    writer = multiprocessing.get_context("fork").Process(target=write)
+    writer.start()
+    while not list(tmp_path.glob("media/*/*.safetensors")):
+        time.sleep(0.01)
+    time.sleep(0.1)
+    writer.kill()
+    writer.join()
     entries = list(tmp_path.glob("media/*/*.safetensors"))
     assert entries and all(map(is_complete, entries))
     assert len(list(tmp_path.glob("media/*/*.tmp"))) <= 1

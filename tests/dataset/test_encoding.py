@@ -121,7 +121,7 @@ def test_a_full_cache_may_be_read_only(tmp_path, monkeypatch):
 
 
 def test_processes_wait_longer_than_collectives_may_take(on_two_processes, tmp_path):
-    """With a limit of 2 s for collectives one process encodes for 5 s."""
+    """With a limit of 2 s for collectives one process encodes for 3 s."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -145,7 +145,7 @@ def test_processes_wait_longer_than_collectives_may_take(on_two_processes, tmp_p
             plan.find_missing()
 
             def encode(encoder, caption):
-                time.sleep(1.25 if int(caption) % 2 == 0 else 0)
+                time.sleep(0.75 if int(caption) % 2 == 0 else 0)
                 return {"prompt_embeds": torch.full((2, 3), float(caption))}
 
             encode_missing(plan, "captions", None, load=lambda: None, encode=encode)

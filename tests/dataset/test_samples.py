@@ -35,8 +35,9 @@ def _imports_are_no_garbage():
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
     """Three targets with one, two and three references, one of them with a mask."""
+    monkeypatch.setattr("dataset.cache.to_disk", lambda path: None)  # no power is lost here
     for n in range(3):
         for name, size in (("target", (64, 48)), ("one", (40, 40)), ("two", (48, 32))):
             Image.new("RGB", size, (20 * n, 80, 10)).save(tmp_path / f"{name}{n}.png")
