@@ -26,6 +26,8 @@ from training import run as run_module
 FLAGS = ["--mixed_precision", "no", "--lora_rank", "2", "--learning_rate", "1e-3"]
 STEPS = ["--max_train_steps", "3"]
 SIZE = ["--height", "64", "--width", "64"]
+# Alike where a test leaves the choice: what is forecast of one step is remembered for all runs with such steps.
+IN_PAIRS = ["--train_batch_size", "2", "--caption_dropout", "0.5"]
 
 
 @pytest.fixture
@@ -55,10 +57,12 @@ class Stopped(Exception):
 def run_until(train, monkeypatch):
     """Function that makes a run as `train` does, up to a method of `Run`, and returns that."""
 
-    def stop(this, *_):
-        raise Stopped(this)
+    def run(method, *args, encode=False, **kwargs):
+        def stop(this, *_):
+            if encode:
+                this.encode()
+            raise Stopped(this)
 
-    def run(method, *args, **kwargs):
         with monkeypatch.context() as context, pytest.raises(Stopped) as stopped:
             context.setattr(run_module.Run, method, stop)
             train(*args, **kwargs)
@@ -69,8 +73,8 @@ def run_until(train, monkeypatch):
 
 @pytest.fixture
 def encode(run_until):
-    """Function that makes a run up to where its first transformer would be loaded."""
-    return functools.partial(run_until, "train")
+    """Function that makes a run that encodes what it trains and plans no memory, and returns it."""
+    return functools.partial(run_until, "plan_memory", encode=True)
 
 
 def planned(run):
@@ -136,7 +140,7 @@ def test_no_path_of_a_run_is_read_as_a_pattern(train, tiny_qwen_image, photos, t
 def test_a_warm_run_equals_a_cold_one_and_looks_at_nothing(family, train, photos, clips, tmp_path, monkeypatch):
     dataset = photos if family == "qwen_image" else clips
     flags = [] if family == "qwen_image" else ["--num_frames", "5"]
-    flags += [*SIZE, "--caption_dropout", "0.5", "--cache_dir", tmp_path / "cache"]
+    flags += [*SIZE, *IN_PAIRS, "--cache_dir", tmp_path / "cache"]
     cold = train(dataset, *flags, family=family, out="cold")
 
     def fail(*_, **__):
@@ -220,7 +224,7 @@ def test_a_killed_run_goes_on_where_it_was(fork_server, tiny_qwen_image, tmp_pat
     assert len(list(media.glob("*/*.safetensors"))) == 14
 
 
-def test_a_file_that_changes_while_the_run_reads_it_is_refused(train, data, monkeypatch):
+def test_a_file_that_changes_while_the_run_reads_it_is_refused(encode, data, monkeypatch):
     read = run_module.read_image
 
     def read_and_change(row, record):
@@ -231,7 +235,7 @@ def test_a_file_that_changes_while_the_run_reads_it_is_refused(train, data, monk
 
     monkeypatch.setattr(run_module, "read_image", read_and_change)
     with pytest.raises(RefusedError, match=r"coffee\.png changed while it was read"):
-        train(data, *SIZE)
+        encode(data, *SIZE)
 
 
 def test_a_disk_that_is_too_small_is_refused_before_encoding(train, photos, monkeypatch):
@@ -307,7 +311,7 @@ def test_an_epoch_is_an_epoch(run_until, flags, tmp_path):
 
 
 def test_loaders_change_nothing_but_the_time(train, photos, tmp_path):
-    flags = [*SIZE, "--caption_dropout", "0.3", "--train_batch_size", "2", "--cache_dir", tmp_path / "cache"]
+    flags = [*SIZE, *IN_PAIRS, "--cache_dir", tmp_path / "cache"]
     runs = [train(photos, *flags, "--dataloader_num_workers", n, out=f"{n}_workers") for n in ("0", "3")]
     assert len({weights(run) for run in runs}) == 1
 
@@ -339,7 +343,7 @@ def test_all_bad_items_are_listed_at_once(train, with_bad_ones):
     assert "--on_bad_sample skip" in str(refused.value) and "--allow_missing_captions" in str(refused.value)
 
 
-def test_rows_without_a_file_and_bad_files_come_in_one_list(train, encode, data, tmp_path):
+def test_rows_without_a_file_and_bad_files_come_in_one_list(train, run_until, data):
     (data / "zero.png").write_bytes(b"")
     table = "file_name,text\nzero.png,a\nnone.png,b\ncoffee.png,c\ncoffee.png,d\n"
     (data / "metadata.csv").write_text(table)
@@ -347,8 +351,8 @@ def test_rows_without_a_file_and_bad_files_come_in_one_list(train, encode, data,
         train(data, *SIZE)
     lines = str(refused.value).splitlines()
     assert [line.split(" (")[0].strip() for line in lines[1:-1]] == ["zero.png", "none.png", "coffee.png"]
-    encode(data, *SIZE, "--on_bad_sample", "skip")
-    assert [(line["id"], line["decision"], line["caption"]) for line in records(tmp_path / "out")] == [
+    found = run_until("plan_memory", data, *SIZE, "--on_bad_sample", "skip").inspected
+    assert [tuple(item.record[key] for key in ("id", "decision", "caption")) for item in found] == [
         ("zero.png", "dropped", "a"),
         ("none.png", "dropped", "b"),
         ("coffee.png", "used", "c"),
@@ -357,7 +361,7 @@ def test_rows_without_a_file_and_bad_files_come_in_one_list(train, encode, data,
 
 
 def test_skip_trains_on_the_rest(train, with_bad_ones, caplog, capsys):
-    out = train(with_bad_ones, *SIZE, "--on_bad_sample", "skip")
+    out = train(with_bad_ones, *SIZE, *IN_PAIRS, "--on_bad_sample", "skip")
     assert "--on_bad_sample skip: 4 of 9 images are left out" in caplog.text
     assert "5 of 9 items are used" in capsys.readouterr().out
     dropped = {line["id"]: line["reason"] for line in records(out) if line["decision"] == "dropped"}
@@ -392,7 +396,7 @@ def test_two_processes_agree_and_share_the_work(on_two_processes, tiny_qwen_imag
 # ---------------------------------------------------------------- several datasets, buckets
 
 
-def test_several_datasets_with_repeats(encode, data, photos, tmp_path):
+def test_several_datasets_with_repeats(run_until, data, photos, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     Image.new("RGB", (64, 64), "red").save(other / "coffee.png")
@@ -402,7 +406,7 @@ def test_several_datasets_with_repeats(encode, data, photos, tmp_path):
         {"dataset_path": str(other), "dataset_metadata": "table.jsonl", "dataset_repeat": 4},
         {"dataset_path": str(tmp_path / ".." / tmp_path.name / "other"), "dataset_metadata": "table.jsonl"},
     ]
-    run = encode(None, *SIZE, "--num_train_epochs", "2", config={"datasets": datasets})
+    run = run_until("train", None, *SIZE, "--num_train_epochs", "2", config={"datasets": datasets})
     ids = [line["id"] for line in records(tmp_path / "out")]
     assert ids[-2:] == ["other/coffee.png", "other#2/coffee.png"] and "data/coffee.png" in ids
     trained = collections.Counter(name for names in planned(run) for name in names)
