@@ -15,7 +15,7 @@ _SHEET_SAMPLES, _SHEET_COLUMNS = 64, 8
 _CELL, _CAPTION_LINES = 224, 4
 
 
-def describe_data(args, items, batches, *, num_tokens, cache_bytes):
+def describe_data(args, items, batches, num_tokens, cache_bytes):
     """Return lines on how the dataset is used, for a person.
 
     Args:
@@ -36,8 +36,7 @@ def describe_data(args, items, batches, *, num_tokens, cache_bytes):
         retimed = sum((record["reason"] or "").startswith("retimed") for record in clips)
         lines.append(f"  frames: {kept} of {there} are used; {retimed} of {len(clips)} clips are retimed")
     records, repeats = [item.record for item in used], [item.row.repeat for item in used]
-    how = {"train_batch_size": args.train_batch_size, "tokens_per_sample": num_tokens}
-    lines += describe_buckets(records, repeats, **how)
+    lines += describe_buckets(records, repeats, train_batch_size=args.train_batch_size, tokens_per_sample=num_tokens)
     tokens = [sum(batches.tokens[index] for index in batches.step(step)) for step in range(1, 11)]
     lines.append(f"tokens per optimizer step: {min(tokens)} to {max(tokens)} in the first ten")
     lines.append(f"cache: {cache_bytes / 2**20:.2f} MiB are to be written to {args.cache_dir}")

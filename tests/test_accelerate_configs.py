@@ -12,7 +12,7 @@ import yaml
 from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
-from accelerate.utils.launch import prepare_deepspeed_cmd_env
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_launcher_cmd_env
 
 from runtime.errors import RefusedError
 from training.launch import _complete_deepspeed_config
@@ -175,6 +175,18 @@ def test_scripts_accept_stage_2(tmp_path):
     assert not (tmp_path / "output").exists()
 
 
+@pytest.mark.parametrize("name", ["cpu", "single_gpu"])
+def test_configs_of_one_process_are_launched(name, monkeypatch):
+    started = []
+    monkeypatch.setattr(launch, "simple_launcher", started.append)
+    arguments = ["--config_file", config_file(name), "train_qwen_image.py", "--help"]
+    launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+    command, environment = prepare_simple_launcher_cmd_env(started[0])
+    assert command == [sys.executable, "train_qwen_image.py", "--help"]
+    assert environment["ACCELERATE_USE_CPU"].lower() == str(name == "cpu").lower()
+
+
+@pytest.mark.slow
 def test_cpu_config_launches():
     process = launch_training("cpu", "train_qwen_image.py", "--help")
     output, errors = process.communicate()

@@ -40,7 +40,7 @@ def test_every_phase_of_the_startup_is_a_function():
         assert callable(operator.attrgetter(name)(owner)), name
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "torch.optim.SGD"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("torch.optim.SGD", marks=pytest.mark.slow)])
 def test_a_run_imports_nothing_that_it_may_not_need(optimizer, tmp_path):
     """Clips and figures have libraries of their own, and only an optimizer of the user's own may use torch's compiler,
     which bitsandbytes loads unless told not to.

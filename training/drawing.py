@@ -44,10 +44,8 @@ def draw_metrics(path, lines, validation=()):
         if steps:
             memory_axes.plot(steps, [size / 2**30 for size in sizes], marker=marker, label=label)
     loss_axes.set(ylabel="loss", title="Training, one point per optimizer step")
-    rate_axes.set(ylabel="learning rate")
-    memory_axes.set(ylabel="GiB", xlabel="optimizer step")
-    for axes in (rate_axes, memory_axes):
-        axes.set_ylim(bottom=0)
+    rate_axes.set(ylabel="learning rate", ylim=(0, None))
+    memory_axes.set(ylabel="GiB", xlabel="optimizer step", ylim=(0, None))
     for axes in (loss_axes, memory_axes):
         axes.legend()
     figure.savefig(path, dpi=120)

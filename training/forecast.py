@@ -123,8 +123,7 @@ class RunForecast:
 
     def _encode(self, size, *phases):
         """Return of each phase with encoders what `_run_encoder` does, at a size: height, width and frames."""
-        height, width, num_frames = size
-        size = {"height": height, "width": width, "num_frames": num_frames}
+        size = dict(zip(("height", "width", "num_frames"), size, strict=True))
         encoders = self.family.encoder_skeletons(num_tokens=max(self.caption_tokens.values()), **size)
         with fake_tensors(self.launch.device_type):
             return {phase: _run_encoder(*encoders[phase]) for phase in phases}
@@ -181,14 +180,6 @@ class RunForecast:
         texts = of_longest * num_tokens // max(self.caption_tokens.values())
         num_tokens = sum(self._num_tokens(encoding.item.record) for encoding in items)
         return texts + of_largest * num_tokens // self._num_tokens(self._largest)
-
-    @property
-    def result_bytes(self):
-        """Bytes of the file or folder that a run leaves, one file for each stage."""
-        if self.args.training_mode == "full":
-            return self._bytes["weights"]
-        size = self._bytes["adapters"] * (1 if self.args.lora_dtype == "fp32" else 0.5)
-        return int(size * len(self.family.stages))
 
     @property
     def checkpoint_bytes(self):
@@ -340,8 +331,8 @@ class RunForecast:
             own += whole["ema"]  # the trained weights, while their average has their place
             of_previews = self._preview[1]
         if self.launch.device_type == "cpu":
-            there = ("training", "export")  # the parts of previews, which their own phase counts already
-            own += max(num_bytes + of_previews * (phase in there) for phase, num_bytes in phases.items())
+            # The parts of previews are there all the time, and their own phase counts them already.
+            own += max(size + of_previews * (phase in ("training", "export")) for phase, size in phases.items())
         else:
             # On the way to and from a checkpoint: weights that are trained, or optimizer and average, twice.
             saving = whole["fp32_gradients"] if args.checkpointing_steps else 0
@@ -399,18 +390,13 @@ class RunForecast:
         args, of_item, of_step = self.args, ("_encoded", "_preview"), ("_encoded", "profile", "_batch_bytes")
         for name in _MEMORY_SWITCHES if args.memory_budget is None else ():
             yield f"--{name}", self, self._plan_with(name)
-        if self.previews is not None:
-            yield "no --validation_prompt", self._with(of_step, previews=None), plan
-        if args.ema:
-            yield "--offload_ema", self._with(of_step, args=_changed(args, offload_ema=True)), plan
+        yield "no --validation_prompt", self._with(of_step, previews=None), plan
+        yield "--offload_ema", self._with(of_step, args=_changed(args, offload_ema=True)), plan
         if args.optimizer == "adamw" and importlib.util.find_spec("bitsandbytes"):
             from bitsandbytes.optim import AdamW8bit
 
-            yield (
-                "--optimizer adamw_8bit",
-                self._with(of_step, optimizer=(AdamW8bit, {"lr": args.learning_rate})),
-                plan,
-            )
+            optimizer = AdamW8bit, {"lr": args.learning_rate}
+            yield "--optimizer adamw_8bit", self._with(of_step, optimizer=optimizer), plan
         if args.bucket_config is not None:
             return
         if args.train_batch_size > 1:
@@ -421,12 +407,11 @@ class RunForecast:
         used = max(self.records, key=self._num_tokens)["used"]
         smaller = [max(32, round(side / math.sqrt(2) / 32) * 32) for side in used["size"]]
         text = f"--max_pixels {math.prod(smaller)}" if args.max_pixels else "--width {} --height {}".format(*smaller)
-        changes = {text: {"size": smaller}}
+        yield text, self._with(("_bytes",), records=[{"used": used | {"size": smaller}}], held_out=[]), plan
         if used["frames"] > 5:
             frames = (used["frames"] // 2 - 1) // 4 * 4 + 1
-            changes[f"--num_frames {frames}"] = {"frames": frames}
-        for text, change in changes.items():
-            yield text, self._with(("_bytes",), records=[{"used": used | change}], held_out=[]), plan
+            fewer = self._with(("_bytes",), records=[{"used": used | {"frames": frames}}], held_out=[])
+            yield f"--num_frames {frames}", fewer, plan
 
     def _with(self, kept, **changes):
         """Return the forecast of another run, which takes over what is `kept` of the attributes found so far."""
@@ -464,9 +449,8 @@ def _listed(sizes):
 
 def describe_forecast(forecast):
     """Return the lines of a forecast (`RunForecast.describe`) for a person."""
-    launch = forecast["launch"]
-    launched = f"{launch['device_type']}, {launch['strategy']}, processes: {launch['num_processes']}"
-    lines = [f"forecast per process ({launched}):"]
+    how = forecast["launch"]
+    lines = [f"forecast per process ({how['device_type']}, {how['strategy']}, {how['num_processes']} in all):"]
     rows = forecast["by_category"] | {"training peak": forecast["training_peak_bytes"]}
     lines += [f"  {name.replace('_', ' '):16} {format_bytes(value):>12}" for name, value in rows.items() if value]
     lines[-1] += f"  ({forecast['training_peak_place']})"
@@ -547,10 +531,9 @@ def _plan_for_budget(args, forecast):
 
 
 def describe_disk(forecast):
-    """Return a sentence on what the result and each checkpoint take of the disk, and what is free there."""
-    result, checkpoint = format_bytes(forecast.result_bytes), format_bytes(forecast.checkpoint_bytes)
-    free = format_bytes(shutil.disk_usage(forecast.args.output_dir).free)
-    return f"disk: {result} for the result, {checkpoint} for each checkpoint; {free} are free"
+    """Return a sentence on what each checkpoint takes of the disk, and what is free there."""
+    free = shutil.disk_usage(forecast.args.output_dir).free
+    return f"disk: {format_bytes(forecast.checkpoint_bytes)} for each checkpoint; {format_bytes(free)} are free"
 
 
 def check_fits(forecast, plan):
@@ -570,8 +553,7 @@ def check_fits(forecast, plan):
     if budget not in (None, "auto"):
         return f"fits in --memory_budget: {format_bytes(need)} of {format_bytes(budget)}"
     if forecast.launch.device_type == "cpu":
-        host, free = forecast.host_bytes(plan), psutil.virtual_memory().available
-        return f"on the CPU: {format_bytes(host)} in all, of the {format_bytes(free)} that the host has free"
+        return f"on the CPU: {format_bytes(forecast.host_bytes(plan))} of host memory in all"
     if forecast.launch.device_bytes is None:
         return f"no accelerator is here to compare with: one with {format_bytes(need + RESERVED_BYTES)} is needed"
     free, total = forecast.launch.device_bytes

@@ -58,10 +58,9 @@ class RunRecord:
             on_main_process(self.accelerator, lambda: write_json_lines(self.output_dir / "dataset.jsonl", records))
         on_main_process(self.accelerator, self._write)
         count = sum(math.prod(shape) for shape, _ in forecast.parameters.values())
-        how = {"num_tokens": run.family.num_tokens, "cache_bytes": forecast.cache_bytes}
         lines = [
             f"{len(forecast.parameters)} tensors with {count:,} parameters are trained, in fp32",
-            *describe_data(args, run.inspected, run.batches, **how),
+            *describe_data(args, run.inspected, run.batches, run.family.num_tokens, forecast.cache_bytes),
             run.batches.describe(),
             *plan.describe(),
             *describe_forecast(self.content["forecast"]),

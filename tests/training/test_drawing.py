@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from training.drawing import draw_metrics
@@ -25,6 +26,12 @@ def make_lines(losses, **kwargs):
     ]
 
 
+@pytest.fixture(autouse=True)
+def few_pixels(monkeypatch):
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: save(self, path, dpi=40))
+
+
 def draw(tmp_path, lines, **kwargs):
     draw_metrics(tmp_path / "metrics.png", lines, **kwargs)
     with Image.open(tmp_path / "metrics.png") as image:
@@ -45,9 +52,7 @@ def draw(tmp_path, lines, **kwargs):
 )
 def test_curves_show(change, tmp_path):
     lines = make_lines([1 / step for step in range(1, 61)])
-    plain = draw(tmp_path, lines)
-    assert (draw(tmp_path, lines) == plain).all()
-    assert (draw(tmp_path, change(lines)) != plain).any()
+    assert (draw(tmp_path, change(lines)) != draw(tmp_path, lines)).any()
 
 
 def test_curves_show_validation(tmp_path):

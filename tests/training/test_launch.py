@@ -113,7 +113,7 @@ signal.signal(signal.SIGTERM, record)
 {before}
 end_with_launcher()
 open({file!r}, "w").write(str(os.getpid()))
-time.sleep(1.5)
+time.sleep(0.6)
 open({file!r}, "w").write("outlived")
 """
 
