@@ -454,7 +454,7 @@ def test_infinite_loss_ends_with_1_and_names_the_samples(train, photos):
     flags = [*SMALL, "--training_mode", "full", "--learning_rate", "1e30", "--max_train_steps", "9"]
     done = train(*flags, "--checkpointing_steps", "9", check=False)
     assert done.returncode == 1
-    assert "error: step " in done.stderr and ("nan" in done.stderr or "inf" in done.stderr)
+    assert re.search(r"error: step \d: the (loss|gradient norm) is not finite", done.stderr)
     assert any(path.name in done.stderr for path in photos.glob("*.png"))
 
 
