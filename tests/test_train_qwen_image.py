@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 
 import huggingface_hub
