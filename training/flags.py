@@ -278,7 +278,7 @@ FLAGS = (
          "test_a_budget_makes_the_plan", "blocks_to_swap low_vram enable_model_cpu_offload",
          excludes=f"{_CHECKPOINTING} checkpoint_blocks offload_buffer_size"),
     Flag("dry_run", SWITCH, False, START, "Only forecast, from configs alone, what the run will need, and check that "
-         "it fits.", "test_a_dry_run_does_not_count_as_encoding"),
+         "it fits.", "test_the_size_of_the_cache_is_known_exactly_and_a_dry_run_adds_nothing"),
     "training",
     Flag("max_train_steps", STEPS, None, FREE, "Optimizer steps. Default: as many as the epochs need.",
          "test_checkpoints_total_limit", "steps train_steps max_steps num_steps", excludes="num_train_epochs"),
@@ -289,7 +289,7 @@ FLAGS = (
     Flag("learning_rate", POSITIVE, _learning_rate, FIXED, "Learning rate. Default: 1e-4 for LoRA, 1e-5 for full, 1.0 "
          "with prodigy.", "test_strength_rate_dropout_and_dtype", "lr unet_lr"),
     Flag("lr_scheduler", SCHEDULER, "constant", FIXED, "Schedule of the learning rate, over optimizer steps.",
-         "test_two_processes_train_on_for_several_steps", "lr_scheduler_type"),
+         "test_two_processes_equal_one_with_twice_the_batch", "lr_scheduler_type"),
     Flag("lr_warmup_steps", NATURAL, 0, FIXED, "Optimizer steps over which the rate rises from 0. 0 is off.",
          "test_a_run_again_from_its_run_json", "warmup_steps"),
     Flag("lr_num_cycles", SEVERAL, REQUIRED, FIXED, "How often the rate falls, for cosine_with_restarts only.",
