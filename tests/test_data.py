@@ -239,7 +239,7 @@ def test_a_file_that_changes_while_the_run_reads_it_is_refused(encode, data, mon
 
 
 def test_a_disk_that_is_too_small_is_refused_before_encoding(train, photos, monkeypatch):
-    monkeypatch.setattr(encoding.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10))
     with pytest.raises(RefusedError, match=r"--cache_dir .*GiB are to be written there and 0.00 GiB are free"):
         train(photos, *SIZE)
 
