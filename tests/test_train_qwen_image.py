@@ -231,7 +231,7 @@ def test_full_result_can_be_trained_on(full_run, train):
 
 def test_bf16_full_training_keeps_fp32_masters(train, tiny_qwen_image):
     """At this rate every single update is below the resolution of bf16 weights."""
-    flags = ["--height", "64", "--width", "64", "--training_mode", "full", "--checkpointing_steps", "2"]
+    flags = ["--height", "64", "--width", "80", "--training_mode", "full", "--checkpointing_steps", "2"]
     folder = train(*flags, "--max_train_steps", "2", "--learning_rate", "1e-6")
     masters = load_file(folder / "checkpoint-2" / "trainable.safetensors")
     base = QwenImageTransformer2DModel.from_pretrained(tiny_qwen_image / "transformer", dtype=torch.bfloat16)
@@ -355,7 +355,7 @@ def test_strength_rate_dropout_and_dtype(lora_run, train):
 
 def test_sigmas_follow_the_flags(train):
     """Against the law by hand; and each law another."""
-    flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "2", "--sigma_shift", "7"]
+    flags = [*SMALL, "--lora_rank", "4", "--max_train_steps", "2", "--sigma_shift", "7"]
     flags += ["--min_sigma", "0.2", "--max_sigma", "0.6"]
     drawn = {}
     for name in ("uniform", "logit_normal"):
@@ -370,7 +370,7 @@ def test_sigmas_follow_the_flags(train):
 )
 def test_loss_weighting(name, weight, train):
     """Before anything is trained the loss is that without weights, times the weight of the sigma."""
-    flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1"]
+    flags = [*SMALL, "--lora_rank", "4", "--max_train_steps", "1"]
     (plain,), (weighted,) = metrics(train(*flags)), metrics(train(*flags, "--loss_weighting", name))
     assert weighted["sigmas"] == plain["sigmas"]
     assert weighted["loss"] == pytest.approx(plain["loss"] * weight(plain["sigmas"][0]), rel=1e-5)
@@ -390,7 +390,7 @@ def test_report_to(lora_run, train):
 
 
 def test_checkpoints_total_limit(train):
-    flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "4", "--checkpointing_steps", "1"]
+    flags = [*SMALL, "--lora_rank", "4", "--max_train_steps", "4", "--checkpointing_steps", "1"]
     folder = train(*flags, "--checkpoints_total_limit", "2")
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
 

@@ -127,7 +127,7 @@ def test_the_model_card_runs(name, lora_run, tiny_model, run_model_card):
 
 def test_image_keys_need_not_be_adapted(train):
     """diffusers adds adapters of zeros for them when it loads such a file into an image-to-video model."""
-    flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1", "--lora_target_modules", "to_q,to_k"]
+    flags = [*SMALL, "--lora_rank", "4", "--max_train_steps", "1", "--lora_target_modules", "to_q,to_k"]
     assert len(load_file(train("wan_i2v", *flags) / LORA_FILE)) == 2 * 8
 
 
@@ -174,7 +174,7 @@ def test_in_bf16_the_transformer_gets_what_the_stock_pipeline_gives_it(name, tra
 
     monkeypatch.setattr(wan_video, "model_fn_wan_video", model_fn_wan_video)
     family, flags = VARIANTS[name]
-    flags = [*SMALL[:-4], "--lora_rank", "2", "--max_train_steps", "1", *flags]
+    flags = [*SMALL[:-4], "--lora_rank", "4", "--max_train_steps", "1", *flags]
     assert "--mixed_precision" not in flags
     train(family, *flags)
     for inputs in seen:
@@ -292,7 +292,7 @@ def test_nothing_of_the_first_expert_is_left_when_the_second_is_loaded(train, mo
 
     monkeypatch.setattr(WanVideo, "load_transformer", load_transformer)
     monkeypatch.setattr(run_module, "make_trainable", add_adapters)
-    train("wan_t2v_a14b", *SMALL, "--lora_rank", "2", "--max_train_steps", "2", "--expert", "both",
+    train("wan_t2v_a14b", *SMALL, "--lora_rank", "4", "--max_train_steps", "2", "--expert", "both",
           "--checkpointing_steps", "1")  # fmt: skip
     assert len(alive) == 2 and len(alive[1]) > 100 and not any(alive[1])
 
@@ -516,7 +516,7 @@ def test_weights_of_both_experts_are_checked_first(train, tiny_model, tmp_path):
 
 def test_pictures_train_text_to_video_only(train, photos, model_without_weights, tmp_path):
     """As clips of one frame; from an image to a video of that image alone there is nothing to learn."""
-    flags = [*SMALL, "--lora_rank", "2", "--max_train_steps", "1"]
+    flags = [*SMALL, "--lora_rank", "4", "--max_train_steps", "1"]
     folder = train("wan_t2v", *flags, dataset=photos)
     rows = records(folder)
     assert len(rows) == 5 and all(record["used"]["frames"] == 1 for record in rows)
@@ -562,7 +562,7 @@ def test_retiming_and_lengths_are_in_the_record(train, tmp_path):
 def test_short_clips_are_dropped_from_image_to_video(train, tmp_path, caplog):
     for n in (3, 4, 9):
         grey_clip(tmp_path / f"{n}.mp4", n, 16)
-    folder = train("wan_i2v", *SMALL, "--lora_rank", "2", "--max_train_steps", "2", dataset=tmp_path)
+    folder = train("wan_i2v", *SMALL, "--lora_rank", "4", "--max_train_steps", "2", dataset=tmp_path)
     rows = records(folder)
     assert [record["decision"] for record in rows] == ["dropped", "dropped", "used"]
     assert "2 of 3 clips are dropped" in caplog.text
