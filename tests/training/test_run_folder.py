@@ -81,7 +81,7 @@ def test_a_killed_run_releases_its_folder_though_its_workers_live_on(tmp_path):
         while not worker.value:
             time.sleep(0.01)
         os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         os.kill(worker.value, 0)  # is there still
         with claim_output_dir(folders(folder), ALONE):
             assert (folder / LOCK_FILE).read_text().startswith(f"process {os.getpid()} ")
