@@ -177,7 +177,7 @@ def test_files_that_make_no_sense_are_refused(family, copy_of):
         (model / name).write_text(whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float8_e4m3fn])
 @pytest.mark.parametrize("family, part", PARTS)
 def test_dtypes_that_are_accepted_are_cast(family, part, dtype, copy_of):
     """Independent reference: torch's own cast of every tensor."""
