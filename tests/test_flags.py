@@ -49,7 +49,7 @@ def definitions():
             elif isinstance(node, (ast.Assign, ast.AugAssign)):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for name in (target.id for target in targets if isinstance(target, ast.Name)):
-                    constants[name] = f"{constants.get(name, '')}\n{ast.get_source_segment(text, node)}"
+                    constants[name] = "\n".join([constants.get(name, ""), *lines[node.lineno - 1 : node.end_lineno]])
         for name, source in functions.items():
             used = [constants[word] for word in set(re.findall(r"\w+", source)) if word in constants]
             found.setdefault(name, []).append("\n".join([source, *used]))

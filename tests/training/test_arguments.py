@@ -547,6 +547,7 @@ def test_the_same_bytes_again_from_run_json(family, flags, name, train, tmp_path
     assert {key for key, value in resolved(again).items() if value != resolved(first)[key]} == {"output_dir", "config"}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_again_from_its_run_json(train, tmp_path):
     """From its first step: the checkpoint is not part of what was asked for."""
     flags = ["--height", "64", "--width", "64", "--lora_rank", "2", "--lora_dropout", "0.5", "--max_train_steps", "2"]
