@@ -92,7 +92,7 @@ def test_the_view_finds_a_linear_map_of_clips(demo):
         return torch.cat([clips, clips, clips + 0.5], dim=1).repeat_interleave(8, 3).repeat_interleave(8, 4)
 
     generator = torch.Generator().manual_seed(0)
-    latents, unseen = torch.randn(2, 8, 16, 4, 8, 8, generator=generator)
+    latents, unseen = torch.randn(2, 8, 16, 4, 12, 12, generator=generator)
     view = demo.fit_view(latents, clips_of(latents), ridge=1e-6)
     torch.testing.assert_close(view(unseen), clips_of(unseen), atol=1e-3, rtol=0)
 
