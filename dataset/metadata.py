@@ -91,18 +91,37 @@ def read_datasets(args, **kind):
     Raises:
         RefusedError: See `read_rows`.
     """
-    rows, names = [], []
+    rows, names, owners, twice = [], [], {}, []
     for dataset in args.datasets or [{name: getattr(args, name) for name in DATASET_FLAGS}]:
         path, metadata, *columns, repeat = (dataset[name] for name in DATASET_FLAGS)
+        place = os.path.realpath(path)
         where = {"dataset_metadata": metadata, "columns": dict(zip(("media", "caption"), columns, strict=True))}
         own = read_rows(path, **where, allow_missing_captions=args.allow_missing_captions, **kind)
+        _report_repeats_in_names(path, own, repeat)
         names.append(os.path.basename(os.path.normpath(path)))
         name = f"{names[-1]}#{names.count(names[-1])}".removesuffix("#1")
         for row in own:
             if args.datasets is not None:
                 row = replace(row, id=f"{name}/{row.id}", origin=f"{name}: {row.origin}")
             rows.append(replace(row, repeat=repeat))
+            for target in row.media.get("target", ()) if args.datasets is not None else ():
+                owner, name_there = owners.setdefault((os.path.realpath(str(target)), row.caption), (place, row.name))
+                if owner != place:  # a folder that is named twice is meant to be
+                    twice.append(f"{name_there} and {row.name}")
+    if twice:
+        raise RefusedError(
+            f"{len(twice)} items are in two datasets with the same caption, since one folder is inside the other: "
+            f"leave them out of one, and use dataset_repeat to train them more often.\n{first_five(twice)}"
+        )
     return rows
+
+
+def _report_repeats_in_names(name, rows, repeat):
+    """Warns where names of folders are kohya's, 10_cat, and the number is not that of our repeats."""
+    folders = sorted({os.path.basename(os.path.dirname(os.path.abspath(os.path.join(name, row.id)))) for row in rows})
+    found = [place for place in folders if re.match(r"[0-9]{1,3}_.", place) and int(place.split("_")[0]) != repeat]
+    what = "folders have repeats in their names, as kohya's scripts want them, which are not used; each item comes"
+    _report(name, f"{what} {repeat} times in an epoch (dataset_repeat)", found)
 
 
 def describe_rows(rows):
@@ -237,6 +256,10 @@ def _list_files(folder):
 
     names, seen = [], {}
     for place, subfolders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        if place != folder and {"run.json", "dataset.jsonl"} <= set(files):
+            _report(folder, "folders are left out, since they hold the results of a run", [place])
+            subfolders.clear()
+            continue
         # A link to a folder above it would be walked for ever.
         first = seen.setdefault(os.path.realpath(place), place)
         if first != place:

@@ -142,8 +142,14 @@ def _read_delimited(text, name, delimiter):
 
 
 def _parse_json(text, name):
+    def unique_keys(pairs):
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            raise ValueError(f"one of the keys {', '.join(key for key, _ in pairs)} occurs twice")
+        return record
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"{name} is not JSON: {error}.") from error
 

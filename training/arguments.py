@@ -10,7 +10,7 @@ import logging
 from dataset.settings import bucket_pixels, round_down_frames
 from runtime.errors import RefusedError
 from training.config_files import read_config
-from training.flags import BY_MODEL, FLAGS, KEY_VALUE, REQUIRED, STRUCTURE, SWITCH, flags_of, has_cap, suggest
+from training.flags import BY_MODEL, FLAGS, KEY_VALUE, REQUIRED, ROWS, STRUCTURE, SWITCH, flags_of, has_cap, suggest
 
 
 logger = logging.getLogger(__name__)
@@ -158,6 +158,34 @@ def check_length(args, num_steps):
     if cycles is not None and cycles >= falling:
         where = f"in the {falling} steps after the warm-up"
         raise RefusedError(f"--lr_num_cycles {cycles} {where}: the rate cannot fall in a cycle of one step.")
+
+
+def log_little_effect(args, num_steps, *, num_stages, num_samples):
+    """Log the numbers that have little effect in a run of this length, or none.
+
+    Args:
+        args (`argparse.Namespace`): From `parse_args`.
+        num_steps (`int`): Optimizer steps of the schedule of the learning rate.
+        num_stages (`int`): How often the run makes these steps, each time with another transformer.
+        num_samples (`int`): Samples trained in these steps.
+    """
+    falling, decay, dropped = num_steps - args.lr_warmup_steps, args.ema_decay, args.caption_dropout * num_samples
+    in_run, decay_at_end = f"in a run of {num_steps} optimizer steps", num_steps / (9 + num_steps)
+    few_falls = falling < 2 * (args.lr_num_cycles or not args.lr_scheduler.startswith("constant"))
+    notes = [
+        (few_falls, f"--lr_scheduler {args.lr_scheduler} {in_run}: the rate hardly has steps to fall in"),
+        (decay == 0, "--ema_decay 0: the average is always the weights of the last step"),
+        (decay_at_end < (decay or 0), f"--ema_decay {decay} {in_run}: the decay only rises to {decay_at_end:.4g}"),
+        (args.max_skipped_steps >= num_steps, f"--max_skipped_steps {args.max_skipped_steps} {in_run}: all may be"),
+        (0 < dropped < 1, f"--caption_dropout {args.caption_dropout}: {dropped:.2g} of {num_samples} samples"),
+    ]
+    for name in ("checkpointing_steps", "validation_steps", "logging_steps"):
+        value, last = getattr(args, name), num_stages * num_steps
+        note = f"--{name} {value} in a run of {last} optimizer steps: nothing is due before its end"
+        notes.append((value != ROWS[name].default and value > last, note))
+    for applies, note in notes:
+        if applies:
+            logger.warning(note)
 
 
 # ---------------------------------------------------------------- the model

@@ -150,6 +150,8 @@ class Run:
         how = {"num_tokens": family.num_tokens, "model": family.identity, "num_stages": len(family.stages)}
         batches = plan_batches(args, items, accelerator.num_processes, resumed=self.resumed, **how)
         arguments.check_length(args, batches.last_step)
+        how_long = {"num_stages": len(family.stages), "num_samples": batches.num_samples}
+        arguments.log_little_effect(args, batches.last_step, **how_long)
         self.batches = batches
         for stage in filter(self.is_finished, family.stages):
             if not pathlib.Path(args.output_dir, stage.name, export.LORA_FILE).is_file():

@@ -736,14 +736,6 @@ def test_folders_that_the_library_would_look_for_elsewhere_are_refused(tmp_path,
     assert read_rows(folder_of(folder, {"a.jpg": "one"}))[0].caption == "one"
 
 
-@pytest.mark.parametrize("repeat", [1, 3])
-def test_repeats_are_those_of_the_flag_whatever_folders_are_called(tmp_path, repeat):
-    folder_of(tmp_path, {"10_a cat/a.jpg": "one", "b.jpg": "four"})
-    flags = {"dataset_path": str(tmp_path), "dataset_metadata": None, "media_column": None}
-    args = Namespace(**flags, caption_column=None, dataset_repeat=repeat, datasets=None, allow_missing_captions=False)
-    assert [row.repeat for row in read_datasets(args)] == [repeat, repeat]
-
-
 def test_hub_id(tmp_path, monkeypatch):
     data, images = image_dataset(tmp_path / "source", ["one"])
     asked = []
@@ -939,3 +931,62 @@ def plain(captions):
         "\0" not in stem + text and cleaned(text) and not stem.startswith((".", "metadata"))
         for stem, text in captions.items()
     ) and len({unicodedata.normalize("NFC", stem) for stem in captions}) == len(captions)
+
+
+# What would be trained without being meant
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_a_key_that_stands_twice_is_refused(tmp_path, suffix):
+    folder_of(tmp_path, {"a.jpg": None})
+    record = '{"file_name": "a.jpg", "text": "first", "text": "second"}'
+    write(tmp_path / f"metadata{suffix}", record if suffix == ".jsonl" else f"[{record}]")
+    assert "one of the keys file_name, text, text occurs twice" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "repeat", "said"),
+    [("", 1, ["10_a cat"]), ("10_a cat", 1, ["10_a cat"]), ("10_a cat", 10, []), ("", 10, ["2_dog"])],
+)
+def test_repeats_in_names_of_folders_are_not_taken_and_logged(tmp_path, caplog, path, repeat, said):
+    folder_of(tmp_path, {"10_a cat/a.jpg": "one", "2_dog/a.jpg": "two", "2024_trip/a.jpg": "three", "b.jpg": "four"})
+    flags = {"dataset_path": str(tmp_path / path), "dataset_metadata": None, "media_column": None}
+    args = Namespace(**flags, caption_column=None, dataset_repeat=repeat, datasets=None, allow_missing_captions=False)
+    rows = read_datasets(args)
+    assert {row.repeat for row in rows} == {repeat}
+    assert ("as kohya's scripts want them, which are not used" in caplog.text) == bool(said)
+    for name in said:
+        assert f"\n  {name}" in caplog.text
+
+
+def of_several(*paths, **settings):
+    keys = dict.fromkeys(("dataset_metadata", "media_column", "caption_column"))
+    several = [keys | {"dataset_path": str(path), "dataset_repeat": 1} | settings for path in paths]
+    return Namespace(datasets=several, allow_missing_captions=False)
+
+
+def test_a_dataset_in_another_one_doubles_items(tmp_path):
+    folder_of(tmp_path, {"all/a.png": "one", "all/cats/b.png": "two", "other/c.png": "three"})
+    os.symlink(tmp_path / "all" / "cats", tmp_path / "cats")
+    assert len(read_datasets(of_several(tmp_path / "all", tmp_path / "other"))) == 3
+    for inner in ("all/cats", "cats", "other/../all/cats"):
+        with pytest.raises(RefusedError, match="1 items are in two datasets.*\n  all/cats/b.png .*and cats/b.png "):
+            read_datasets(of_several(tmp_path / "all", tmp_path / inner))
+
+
+def test_one_image_may_have_two_captions(tmp_path):
+    folder_of(tmp_path, {"all/cats/b.png": "two"})
+    write(tmp_path / "all" / "cats" / "metadata.jsonl", '{"file_name": "b.png", "text": "deux"}')
+    write(tmp_path / "all" / "metadata.jsonl", '{"file_name": "cats/b.png", "text": "zwei"}')
+    rows = read_datasets(of_several(tmp_path / "all", tmp_path / "all" / "cats"))
+    assert pairs(rows) == [("all/cats/b.png", "zwei"), ("cats/b.png", "deux")]
+    assert len(read_datasets(of_several(tmp_path / "all", tmp_path / "all"))) == 2  # which is meant
+
+
+def test_what_a_run_has_left_is_no_data(tmp_path, caplog):
+    folder_of(tmp_path, {"a.png": "one", "run/memory.png": None, "run/validation/step-1/grid.png": None})
+    assert len(metadata.read_rows(tmp_path)) == 3
+    for name in ("run.json", "dataset.jsonl"):
+        write(tmp_path / "run" / name, "{}")
+    assert pairs(read_rows(tmp_path)) == [("a.png", "one")]
+    assert "1 folders are left out, since they hold the results of a run" in caplog.text

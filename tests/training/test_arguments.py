@@ -6,7 +6,7 @@ import re
 import pytest
 
 from runtime.errors import RefusedError
-from training.arguments import check_length, parse_args
+from training.arguments import check_length, log_little_effect, parse_args
 from training.flags import ROWS, STRUCTURE
 
 
@@ -200,6 +200,37 @@ def test_numbers_that_the_length_of_the_run_makes_void(flags, said):
         check_length(parse(*flags), 4)
     assert said in str(error.value)
     check_length(parse(*flags), 101)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (
+            ["--lr_scheduler", "cosine", "--lr_warmup_steps", "3"],
+            "cosine in a run of 4 optimizer steps: the rate hardly",
+        ),
+        ([*RESTARTS, "3"], "cosine_with_restarts in a run of 4 optimizer steps: the rate hardly"),
+        (["--ema"], "--ema_decay 0.999 in a run of 4 optimizer steps: the decay only rises to 0.3077"),
+        (["--ema", "--ema_decay", "0"], "--ema_decay 0: the average is always the weights of the last step"),
+        (["--max_skipped_steps", "4"], "--max_skipped_steps 4 in a run of 4 optimizer steps: all may be"),
+        (["--caption_dropout", "0.1"], "--caption_dropout 0.1: 0.8 of 8 samples"),
+        (
+            ["--checkpointing_steps", "9"],
+            "--checkpointing_steps 9 in a run of 8 optimizer steps: nothing is due before",
+        ),
+        (["--validation_split", "0.1", "--validation_steps", "9"], "--validation_steps 9 in a run of 8 optimizer"),
+        (["--logging_steps", "9"], "--logging_steps 9 in a run of 8 optimizer steps: nothing is due"),
+        (["--ema", "--ema_decay", "0.3", "--checkpointing_steps", "8", "--caption_dropout", "0.2"], None),
+        (["--validation_split", "0.1", "--validation_steps", "8", "--max_skipped_steps", "3", *WARMUP, "3"], None),
+        ([*RESTARTS, "2"], None),
+        ([], None),  # a default of 10 logging steps is nothing that anyone asked for
+    ],
+)
+def test_numbers_that_mean_little_in_so_short_a_run_are_logged(flags, said, caplog):
+    """Here 8 samples in two stages of 4 steps each."""
+    log_little_effect(parse(*flags), 4, num_stages=2, num_samples=8)
+    assert len(caplog.messages) == (said is not None), caplog.messages
+    assert said is None or said in caplog.text
 
 
 def test_optimizer_args():
