@@ -61,7 +61,8 @@ class Launch:
         strategy, bucket_bytes = "ddp" if num_processes > 1 else "single", 0
         if uses_deepspeed(accelerator):
             zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
-            strategy, bucket_bytes = "zero2", 4 * int(zero.get("reduce_bucket_size", 500_000_000))
+            size = zero.get("reduce_bucket_size", "auto")
+            strategy, bucket_bytes = "zero2", 4 * (500_000_000 if size == "auto" else int(size))
         num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
         there = device.type != "cpu"
         free = (torch.accelerator.get_memory_info(device) if there else None, psutil.virtual_memory().available)
@@ -180,6 +181,13 @@ class RunForecast:
         texts = of_longest * num_tokens // max(self.caption_tokens.values())
         num_tokens = sum(self._num_tokens(encoding.item.record) for encoding in items)
         return texts + of_largest * num_tokens // self._num_tokens(self._largest)
+
+    @property
+    def result_bytes(self):
+        """Bytes of the file or folder that a run leaves, one file for each stage."""
+        if self.args.training_mode == "full":
+            return self._bytes["weights"]
+        return len(self.family.stages) * self._bytes["adapters"] // (1 if self.args.lora_dtype == "fp32" else 2)
 
     @property
     def checkpoint_bytes(self):
@@ -530,10 +538,25 @@ def _plan_for_budget(args, forecast):
         ) from None
 
 
-def describe_disk(forecast):
-    """Return a sentence on what each checkpoint takes of the disk, and what is free there."""
-    free = shutil.disk_usage(forecast.args.output_dir).free
-    return f"disk: {format_bytes(forecast.checkpoint_bytes)} for each checkpoint; {format_bytes(free)} are free"
+def describe_disk(forecast, num_steps, num_existing):
+    """Return a sentence on what the result and the checkpoints take; warn if the disk has no room for them.
+
+    Args:
+        forecast (`RunForecast`)
+        num_steps (`int`): Optimizer steps of the run.
+        num_existing (`int`): Checkpoints that are there already.
+    """
+    args, size = forecast.args, forecast.checkpoint_bytes
+    count = num_steps // (args.checkpointing_steps or num_steps + 1)
+    if args.checkpoints_total_limit is not None:
+        count = min(count, args.checkpoints_total_limit + 1)  # the oldest goes when the newest is there
+    text, free = f"disk: {format_bytes(forecast.result_bytes)} for the result", shutil.disk_usage(args.output_dir).free
+    if count:
+        text += f", {format_bytes(size)} for each checkpoint, {format_bytes(count * size)} for {count} at a time"
+    if forecast.result_bytes + max(0, count - num_existing) * size > free:
+        where = f"{args.output_dir} has {format_bytes(free)} free"
+        logger.warning("%s, and %s; set --checkpoints_total_limit, or give another folder", text, where)
+    return f"{text}; {format_bytes(free)} are free"
 
 
 def check_fits(forecast, plan):

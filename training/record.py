@@ -14,6 +14,7 @@ from dataset.cache import installed_versions
 from dataset.report import describe_data
 from runtime.files import whole_file, write_json_lines, write_text
 from runtime.processes import on_main_process
+from training.checkpoints import list_checkpoints
 from training.drawing import draw_metrics
 from training.forecast import check_fits, compare_forecast, describe_disk, describe_forecast
 from training.metrics import METRICS_FILE, read_metrics
@@ -58,13 +59,14 @@ class RunRecord:
             on_main_process(self.accelerator, lambda: write_json_lines(self.output_dir / "dataset.jsonl", records))
         on_main_process(self.accelerator, self._write)
         count = sum(math.prod(shape) for shape, _ in forecast.parameters.values())
+        num_steps = run.batches.last_step * len(run.family.stages)
         lines = [
             f"{len(forecast.parameters)} tensors with {count:,} parameters are trained, in fp32",
             *describe_data(args, run.inspected, run.batches, run.family.num_tokens, forecast.cache_bytes),
             run.batches.describe(),
             *plan.describe(),
             *describe_forecast(self.content["forecast"]),
-            describe_disk(forecast),
+            describe_disk(forecast, num_steps, len(list_checkpoints(self.output_dir))),
         ]
         self.accelerator.print("\n".join(lines))
         self.accelerator.print(check_fits(forecast, plan))

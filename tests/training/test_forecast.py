@@ -192,7 +192,7 @@ def test_a_dry_run_needs_no_weights_and_writes_what_it_found(dry_run, forecast, 
     assert "5 of 5 items are used\n bucket (w x h x frames)" in printed
     assert found["by_mode"]["recompute"] == found["training_peak_bytes"] < found["by_mode"]["keep"]
     assert "training peak" in printed and "no accelerator is here to compare with" in printed
-    assert f"disk: {forecasting.format_bytes(made.checkpoint_bytes)} for each checkpoint; " in printed
+    assert f"disk: {forecasting.format_bytes(made.result_bytes)} for the result; " in printed
     with_weights = written(forecast("qwen_image", "--use_gradient_checkpointing")[0])["forecast"]
     measured = {"host_bytes": 0, "launch": {}}  # with what is free
     assert with_weights | measured == found | measured
@@ -283,6 +283,21 @@ def test_categories_of_full_training_in_bf16_by_hand(forecast):
     held, at_step = on(made, "ddp", 2)._held()
     assert held["gradients"] == 2 * count, "the buckets of DDP"
     assert at_step["gradients"] == 6 * count, "and the sums in fp32"
+
+
+def test_disk_that_a_run_takes(forecast, caplog, tmp_path):
+    made, _ = forecast("qwen_image", "--checkpointing_steps", "2")
+    assert "for 5 at a time" in forecasting.describe_disk(made, 10, 0) and "another folder" not in caplog.text
+    made.args.checkpoints_total_limit = 2
+    assert "for 3 at a time" in forecasting.describe_disk(made, 10, 0)
+    assert "checkpoint" not in forecasting.describe_disk(made, 1, 0), "there will be none"
+    adapters = sum(math.prod(shape) for shape, _ in made.parameters.values())
+    assert made.result_bytes == 2 * adapters, "bf16, as --lora_dtype says"
+    made._bytes["optimizer_state"] = 2**60
+    forecasting.describe_disk(made, 10, 3)
+    assert "another folder" not in caplog.text, "all that there will be is there already"
+    forecasting.describe_disk(made, 10, 2)
+    assert "set --checkpoints_total_limit, or give another folder" in caplog.text
 
 
 @pytest.mark.parametrize("flags", [[], FULL_BF16])
