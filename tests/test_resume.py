@@ -652,6 +652,17 @@ def test_latest_starts_at_the_first_step_where_there_is_none(find, copy, tmp_pat
     assert f"{tmp_path / 'out'} holds no complete checkpoint to resume from; the run starts at step 1" in caplog.text
 
 
+def test_latest_does_not_replace_the_results_of_a_run_that_has_ended(find, lora_run, tmp_path):
+    (tmp_path / "out").mkdir()
+    run = json.loads((lora_run / "run.json").read_text())
+    (tmp_path / "out" / "run.json").write_text(json.dumps(run))
+    with pytest.raises(RefusedError, match="holds the results of a run that has ended, and no checkpoint"):
+        find()
+    del run["measured"]  # that was killed
+    (tmp_path / "out" / "run.json").write_text(json.dumps(run))
+    assert find() == (None, {"step": 0})
+
+
 def test_weights_alone_are_not_resumed_from(find, lora_run, tmp_path):
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -757,19 +768,21 @@ def short_run(request, train, tmp_path_factory):
 
 
 @pytest.mark.parametrize("resume", [[], LATEST], ids=["new", "resumed"])
-def test_a_dry_run_keeps_the_record_of_a_run(resume, short_run, train, tmp_path):
-    """Of one that has ended, too."""
+def test_a_dry_run_keeps_the_record_of_a_run(resume, short_run, train, tmp_path, caplog):
+    """Of one that has ended, too; what the run itself would be refused for is reported."""
     flags, folder = short_run[0], shutil.copytree(short_run[1], tmp_path / "out")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    if "--checkpointing_steps" in flags and not resume:
-        with pytest.raises(RefusedError, match="of an earlier run"):
-            train(folder, *flags)
+    refused = ("--checkpointing_steps" in flags) != bool(resume)
+    if refused:
+        with pytest.raises(RefusedError, match="of an earlier run|of a run that has ended"):
+            train(folder, *flags, *resume)
     # Other sizes, another split: none of it may stand in the record of what was trained.
     train(folder, *flags, *resume, "--dry_run", *([] if resume else ["--validation_split", "0.4"]))
     assert {path: path.read_bytes() for path in before} == before
     new = {path.name for path in folder.rglob("*") if path.is_file()} - {path.name for path in before}
     assert new == {"dry_run.json", "contact_sheet.png"}
     assert json.loads((folder / "dry_run.json").read_text())["arguments"]["dry_run"] is True
+    assert ("without --dry_run this would be refused: " in caplog.text) == refused
 
 
 def test_a_dry_run_keeps_a_damaged_record(short_run, train, tmp_path):

@@ -310,6 +310,20 @@ def test_resume_in_either_expert_gives_the_same_bytes(checkpoint, kept, lora_run
     assert metrics(tmp_path) == metrics(whole)
 
 
+def test_the_first_expert_of_another_run_is_refused(lora_run, train, tmp_path):
+    """A checkpoint of the second expert, resumed next to a LoRA of the first that its run did not make."""
+    whole = lora_run("t2v_a14b")
+    file = tmp_path / "high_noise" / LORA_FILE
+    for name in ("checkpoint-4", "high_noise"):
+        shutil.copytree(whole / name, tmp_path / name)
+    save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
+    before = file.read_bytes()
+    with pytest.raises(RefusedError, match=f"its run had a high_noise/{LORA_FILE} of other weights"):
+        train("wan_t2v_a14b", *LORA, "--expert", "both", "--checkpointing_steps", "2", "--resume_from_checkpoint",
+              "latest", output_dir=tmp_path)  # fmt: skip
+    assert file.read_bytes() == before and not (tmp_path / "low_noise").exists()
+
+
 def test_resume_on_another_model_is_refused(lora_run, train, tmp_path):
     """The adapters have the same names and shapes in both."""
     flags = [*LORA, "--expert", "both", "--resume_from_checkpoint", str(lora_run("t2v_a14b") / "checkpoint-2")]

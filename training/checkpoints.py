@@ -93,14 +93,14 @@ def _locate(args):
     existing = list_checkpoints(output_dir, logging.WARNING if wanted == "latest" else logging.DEBUG)
     if wanted == "latest":
         if not existing:
+            _refuse_to_repeat(args)
             logger.warning("%s holds no complete checkpoint to resume from; the run starts at step 1", output_dir)
         return existing[max(existing)] if existing else None
     if wanted is None:
-        if existing and not args.dry_run:
-            raise RefusedError(
-                f"--output_dir {output_dir} holds checkpoints of an earlier run (checkpoint-{max(existing)}); "
-                "continue it with --resume_from_checkpoint latest, or give another folder."
-            )
+        if existing:
+            earlier = f"--output_dir {output_dir} holds checkpoints of an earlier run (checkpoint-{max(existing)})"
+            how = "continue it with --resume_from_checkpoint latest, or give another folder"
+            _refuse_unless_dry_run(args, f"{earlier}; {how}.")
         return None
     for place in (pathlib.Path(output_dir, wanted), pathlib.Path(wanted)):
         if place.exists():
@@ -109,6 +109,24 @@ def _locate(args):
         f"--resume_from_checkpoint {wanted}: there is no such path, in --output_dir or from {os.getcwd()}; complete "
         f"ones in {output_dir}: {', '.join(place.name for place in existing.values()) or 'none'}."
     )
+
+
+def _refuse_to_repeat(args):
+    """Raise if the run in the output folder has ended: to start it again would replace its results."""
+    try:
+        ended = "measured" in json.loads(pathlib.Path(args.output_dir, "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if ended:
+        results = f"--resume_from_checkpoint latest: {args.output_dir} holds the results of a run that has ended"
+        _refuse_unless_dry_run(args, f"{results}, and no checkpoint; give another --output_dir.")
+
+
+def _refuse_unless_dry_run(args, message):
+    """Raise `RefusedError`, or in a dry run log what the run itself would be refused for."""
+    if not args.dry_run:
+        raise RefusedError(message)
+    logger.warning("without --dry_run this would be refused: %s", message)
 
 
 def refuse_changed_settings(args, settings, path):

@@ -206,7 +206,14 @@ class Run:
             if len(family.stages) > 1:  # the second one starts from it later, maybe after a resume
                 tensors = itertools.chain(*self.initial[stage].values())
                 digests[f"LoRA to start {stage.name} from"] = family.digest_tensors(tensors)
+            if self.is_finished(stage):
+                digests |= self._digest_of_lora(stage)
         checkpoints.check_same_weights(args, self.resumed, self.batches, digests)
+
+    def _digest_of_lora(self, stage):
+        file = pathlib.Path(stage.name, export.LORA_FILE)
+        tensors = self.family.read_tensors(pathlib.Path(self.args.output_dir, file)).values()
+        return {str(file): self.family.digest_tensors(tensors)}
 
     def encode(self):
         """Run the encoders on what the cache lacks. Each is loaded once, if at all, and released."""
@@ -247,6 +254,8 @@ class Run:
         train(training)
         log.point("saving")
         path = export.save_result(accelerator, args, module, stage, self.digests[stage.subfolder])
+        if not stage.is_last:  # what the next one is trained with
+            self.batches.identity["weights"] |= on_main_process(accelerator, lambda: self._digest_of_lora(stage))
         if training.validation is not None:
             log.point("previews")
             training.validation.run(training.steps_before + self.batches.last_step)
