@@ -1,6 +1,7 @@
 """Results that others load: a LoRA file for diffusers and ComfyUI, or a transformer folder; then loaded back."""
 
 import json
+import logging
 import math
 import pathlib
 import shutil
@@ -18,6 +19,8 @@ from training.flow_matching import add_noise
 from training.model_card import LOAD_OPTIONS, portable_name, write_model_card
 from training.module import ADAPTER_NAME, lora_layers
 
+
+logger = logging.getLogger(__name__)
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -131,8 +134,15 @@ def save_lora(accelerator, transformer, output_dir, *, dtype, export_name, info)
         for name, layer in layers.items()
         for half, weight in zip("AB", _factors(layer), strict=True)
     )
-    tensors = full_tensors(halves)
-    tensors = {name: weight.cpu().to(dtype).contiguous() for name, weight in tensors if accelerator.is_main_process}
+    tensors, num_values, num_kept = {}, 0, 0
+    for name, weight in full_tensors(halves):
+        if accelerator.is_main_process:
+            tensors[name] = weight.cpu().to(dtype).contiguous()
+            num_values += int(weight.count_nonzero())
+            num_kept += int(tensors[name].count_nonzero())
+    if num_kept < 0.999 * num_values:
+        lost = 100 * (1 - num_kept / num_values)
+        logger.warning("--lora_dtype: %.1f %% of the trained values become zero in %s; use fp32", lost, dtype)
     rank = next(iter(layers.values())).r[ADAPTER_NAME]
     # The five fields with which every diffusers version loads the file; strength 1, since it is in the tensors.
     fields = {"r": rank, "lora_alpha": rank, "rank_pattern": {}, "alpha_pattern": {}, "target_modules": sorted(layers)}

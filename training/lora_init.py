@@ -119,11 +119,12 @@ def start_from(transformer, initial):
     """Give the adapters of `transformer` the weights of `read_initial_lora`, at the strength that they have there.
 
     Returns:
-        `str`: One line for a person: what the run starts from.
+        `str`: One line for a person: what the run starts from, and what is not restored.
     """
     layers = lora_layers(transformer)
     for name, (a, b) in initial.items():
         layer = layers[name]
         layer.lora_A[ADAPTER_NAME].weight.copy_(a)
         layer.lora_B[ADAPTER_NAME].weight.copy_(b / layer.scaling[ADAPTER_NAME])
-    return f"{len(initial)} of {len(layers)} adapters start from --lora_init_path; nothing else is restored"
+    started = f"{len(initial)} of {len(layers)} adapters start from the weights of --lora_init_path"
+    return f"{started}; not restored are the optimizer's state, the schedule, the step and the order of the data"

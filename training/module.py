@@ -68,7 +68,7 @@ def find_lora_targets(transformer, names, *, never_trained):
     """
     linears = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     trained = [name for name in linears if not _is_part_of(name, never_trained)]
-    targets = set()
+    targets, problems = set(), []
     for name in names:
         matching = [full for full in trained if full == name or full.endswith("." + name)]
         targets.update(matching)
@@ -77,8 +77,9 @@ def find_lora_targets(transformer, names, *, never_trained):
             ends = {re.sub(r"^.*?\.\d+\.", "", full) for full in trained}
             ends |= {end.rpartition(".")[2] for end in ends}
             near = ", ".join(difflib.get_close_matches(name, sorted(ends), n=3, cutoff=0.5) or sorted(ends)[:12])
-            no_such = f"{name!r} is no Linear layer that gets a gradient"
-            raise RefusedError(f"--lora_target_modules: {no_such} (near: {near}).")
+            problems.append(f"{name!r} is no Linear layer that gets a gradient (near: {near})")
+    if problems:
+        raise RefusedError(f"--lora_target_modules: {'; '.join(problems)}.")
     return [name for name in trained if name in targets]
 
 

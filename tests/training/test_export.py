@@ -265,3 +265,15 @@ def test_non_finite_tensors_are_not_saved(tmp_path):
     with pytest.raises(FailedError, match="not finite"):
         save_lora(ALONE, transformer, tmp_path, dtype=torch.float32, **EXPORT)
     assert not list(tmp_path.iterdir())
+
+
+def test_values_that_a_cast_flushes_are_logged(tmp_path, caplog):
+    transformer = trained()
+    save_lora(ALONE, transformer, tmp_path, dtype=torch.bfloat16, **EXPORT)
+    assert "--lora_dtype" not in caplog.text
+    for layer in lora_layers(transformer).values():
+        layer.lora_B["default"].weight.data.mul_(1e-42)
+    save_lora(ALONE, transformer, tmp_path, dtype=torch.float32, **EXPORT)
+    assert "--lora_dtype" not in caplog.text
+    save_lora(ALONE, transformer, tmp_path, dtype=torch.bfloat16, **EXPORT)
+    assert "% of the trained values become zero in torch.bfloat16; use fp32" in caplog.text

@@ -87,7 +87,7 @@ def test_default_targets_are_attention_and_mlp_of_each_block():
 @pytest.mark.parametrize(
     "names, said",
     [
-        (["to_q", "to_addd_out"], ["'to_addd_out' is no", "to_add_out"]),
+        (["to_q", "to_addd_out", "nonsense"], ["'to_addd_out' is no", "to_add_out", "'nonsense' is no"]),
         (["q"], ["'q' is no Linear layer"]),
         (["img_norm1"], ["'img_norm1' is no Linear layer"]),
         (["transformer_blocks.1.txt_mlp.net.2"], ["that gets a gradient"]),
