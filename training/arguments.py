@@ -5,6 +5,7 @@ Needs the standard library and yaml only: the scripts parse before they import t
 
 import argparse
 import functools
+import itertools
 import logging
 
 from dataset.settings import bucket_pixels, round_down_frames
@@ -60,9 +61,10 @@ def parse_args(argv, *, description, values, resolve=True):
     absent = {name: flag for name, flag in flags.items() if name not in given}
     excluded = {rival for name, value in given.items() if _is_on(value) for rival in _rivals(name, flags)}
     void = {name for name, flag in absent.items() if name in excluded or not _has_effect(flag, args)}
-    missing = [flag.label for name, flag in absent.items() if flag.default is REQUIRED and name not in void]
+    missing = [flag for name, flag in absent.items() if flag.default is REQUIRED and name not in void]
     if missing:
-        raise RefusedError(f"Required and not given: {', '.join(missing)}.")
+        by = [flag.label + (f" (by --{flag.needs.replace('=', ' ')})" if flag.needs else "") for flag in missing]
+        raise RefusedError(f"Required and not given: {', '.join(by)}.")
     _refuse_without_effect(args, given, flags)
     for name, flag in absent.items():
         if name in void:
@@ -78,13 +80,22 @@ def parse_args(argv, *, description, values, resolve=True):
 
 
 def _read_command_line(argv, description, flags):
-    """Return the values of the flags that were given; an unknown one is refused before any value is read."""
+    """Return the values of the flags that were given; names are checked before any value is read."""
     known = {name: flag for name, flag in flags.items() if flag.kind is not STRUCTURE}
+    for token, following in itertools.pairwise([*argv, "-"]):
+        label, equals, value = token.partition("=")
+        name = label.lstrip("-")
+        # For argparse, too, what has a space or is a number is a value, even with a dash in front.
+        if not label.startswith("-") or not name[:1].isalpha() or " " in label or label in ("-h", "--help"):
+            continue
+        if label != f"--{name}" or name not in known:
+            raise RefusedError(f"Unknown flag {label}; {suggest(name, known)}.")
+        value = value if equals else following
+        if known[name].kind is SWITCH and (equals or not value.startswith("-")):
+            raise RefusedError(f"{label} is a switch and takes no value such as {value!r}; without it, it is off.")
     parsed, rest = _build_parser(description, known).parse_known_args(argv)
-    for name in (token[2:].partition("=")[0] for token in rest if token.startswith("--")):
-        raise RefusedError(f"Unknown flag --{name}; {suggest(name, known)}.")
     if rest:
-        raise RefusedError(f"{rest[0]!r} is not the value of a flag. A switch takes none: without it, it is off.")
+        raise RefusedError(f"{rest[0]!r} is not the value of a flag.")
     return {name: flags[name].read(value) for name, value in vars(parsed).items()}
 
 

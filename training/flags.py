@@ -237,8 +237,8 @@ FLAGS = (
          "test_refused_before_models_load", "resolution"),
     Flag("width", PIXELS, BY_MODEL, FIXED, "Width, a multiple of {divisor}.",
          "test_refused_before_models_load", "resolution"),
-    Flag("max_pixels", PIXELS, None, FIXED, "Instead of one size: at most this many, each item in its own shape.",
-         "test_sizes_under_a_cap", "resolution resolutions", excludes="height width"),
+    Flag("max_pixels", PIXELS, None, FIXED, "Instead of one size: at most this many pixels, each item in its "
+         "own shape.", "test_sizes_under_a_cap", "resolution resolutions", excludes="height width"),
     Flag("aspect_buckets", NATURAL, lambda args: 9 if has_cap(args) else None, FIXED, "Shapes from 1:2 to 2:1 under a "
          "cap on pixels; each item is cropped to the nearest. 0: each keeps its own. Default: 9.",
          "test_ordinary_photographs_share_shapes", "enable_bucket num_ar_buckets ar_buckets"),
@@ -268,11 +268,13 @@ FLAGS = (
     "memory",
     Flag("use_gradient_checkpointing", SWITCH, False, FREE, "Recompute each block in the backward pass.",
          "test_memory_of_the_modes_is_ordered", "gradient_checkpointing activation_checkpointing grad_checkpoint"),
-    Flag("use_gradient_checkpointing_offload", SWITCH, False, FREE, "Recompute, with the blocks' inputs on the host.",
-         "test_same_bytes_when_the_inputs_are_really_parked", "gradient_checkpointing_cpu_offload blocks_to_swap"),
+    Flag("use_gradient_checkpointing_offload", SWITCH, False, FREE, "Recompute, with the blocks' inputs on the host. "
+         "Implies --use_gradient_checkpointing.", "test_same_bytes_when_the_inputs_are_really_parked",
+         "gradient_checkpointing_cpu_offload blocks_to_swap"),
     Flag("checkpoint_blocks", COUNTS, None, FREE, "Only the first N blocks, or N and M of two lists. Default: all.",
          "test_same_bytes_again_and_in_every_memory_mode", needs=_CHECKPOINTING),
-    Flag("offload_buffer_size", SIZE, None, FREE, "Host memory for those inputs, per process. Default: as planned.",
+    Flag("offload_buffer_size", SIZE, None, FREE, "Host memory per process for the inputs of offloaded blocks; when "
+         "it is full, activations stay on the device. Default: as planned.",
          "test_a_full_buffer_changes_nothing", needs="use_gradient_checkpointing_offload"),
     Flag("memory_budget", BUDGET, None, FREE, "The fastest plan in this device memory, or in what is free (auto).",
          "test_a_budget_makes_the_plan", "blocks_to_swap low_vram enable_model_cpu_offload",
@@ -353,8 +355,9 @@ FLAGS = (
          "test_files_of_previews", "sample_every_n_steps sample_every eval_every_n_steps", needs=_PREVIEWS_OR_LOSS),
     Flag("validation_split", BELOW_ONE, 0.0, FIXED, "Share of the items that are not trained, but whose loss is "
          "measured at fixed sigmas and noise. 0 is off.", "test_what_is_held_out_is_not_trained"),
-    Flag("negative_prompt", TEXT, BY_MODEL, FREE, "Of the previews. Default: {described_negative_prompt}.",
-         "test_settings_of_previews", "neg validation_negative_prompt", needs="validation_prompt"),
+    Flag("negative_prompt", TEXT, BY_MODEL, FREE, "Negative prompt of the previews. Default: "
+         "{described_negative_prompt}.", "test_settings_of_previews", "neg validation_negative_prompt",
+         needs="validation_prompt"),
     Flag("guidance_scale", NON_NEGATIVE, BY_MODEL, FREE, "Guidance scale of the previews; up to 1 is off.",
          "test_settings_of_previews", "cfg_scale", needs="validation_prompt"),
     Flag("num_inference_steps", STEPS, BY_MODEL, FREE, "Denoising steps of the previews.",

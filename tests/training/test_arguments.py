@@ -144,7 +144,7 @@ def test_numbers_out_of_range(name, value):
         (["--lr_scheduler", "constant_with_warmup"], ["constant_with_warmup needs --lr_warmup_steps"]),
         (
             ["--lr_scheduler", "cosine_with_restarts"],
-            ["Required and not given: --lr_num_cycles."],
+            ["Required and not given: --lr_num_cycles (by --lr_scheduler cosine_with_restarts)."],
         ),
         (
             ["--lr_scheduler", "cosine_with_restarts", "--lr_num_cycles", "1"],
@@ -154,7 +154,7 @@ def test_numbers_out_of_range(name, value):
             ["--lr_scheduler", "cosine", "--lr_num_cycles", "2"],
             ["--lr_num_cycles has no effect without --lr_scheduler cosine_with_restarts"],
         ),
-        (["--lr_scheduler", "polynomial"], ["Required and not given: --lr_power."]),
+        (["--lr_scheduler", "polynomial"], ["--lr_power (by --lr_scheduler polynomial)."]),
         (["--lr_scheduler", "polynomial", "--lr_power", "1.0"], ["--lr_power is '1.0'", "above 0 other than 1"]),
         (
             ["--lr_scheduler", "linear", "--lr_power", "2"],
@@ -168,8 +168,10 @@ def test_numbers_out_of_range(name, value):
         (["--optimizer_args", "momentum"], ["--optimizer_args", "key=value"]),
         (["--lora_target_modules", "to_q,,to_k"], ["--lora_target_modules"]),
         (["--lora_dropout", "1"], ["--lora_dropout"]),
-        (["--use_gradient_checkpointing", "False"], ["A switch takes none", "False"]),
-        (["--use_gradient_checkpointing=true"], ["argument --use_gradient_checkpointing: ignored", "true"]),
+        (["--use_gradient_checkpointing", "False"], ["--use_gradient_checkpointing is a switch", "'False'"]),
+        (["--ema=false"], ["--ema is a switch and takes no value such as 'false'; without it, it is off"]),
+        (["-lr", "1"], ["Unknown flag -lr; here it is --learning_rate"]),
+        (["-height", "64"], ["Unknown flag -height; the nearest is --height"]),
         (["--lora_rank"], ["--lora_rank"]),
         (["stray"], ["stray"]),
     ],
