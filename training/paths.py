@@ -13,7 +13,7 @@ from training.export import LORA_FILE
 # What a run writes, replaces or deletes at the top of its output folder, and of its cache.
 _RUN_FILES = ("checkpoint-*", "validation", "blockwise", "wandb", "README.md", "run.json", "dataset.jsonl")
 _RUN_FILES += ("dry_run.json", "metrics.jsonl", "metrics.png", "memory.png", "contact_sheet.png", "wandb_run_id.txt")
-_RUN_FILES += ("transformer", "transformer_2", LORA_FILE, "high_noise", "low_noise")
+_RESULTS = {"full": ("transformer", "transformer_2"), "lora": (LORA_FILE, "high_noise", "low_noise")}
 _CACHE_ENTRIES = ("captions", "media", "index-*.jsonl")
 
 
@@ -60,7 +60,8 @@ def _check_folders(args, read):
         args (`argparse.Namespace`)
         read (`list[tuple[str, str]]`): Settings and paths of what the run reads.
     """
-    written = {("--output_dir", args.output_dir): _RUN_FILES, ("--cache_dir", args.cache_dir): _CACHE_ENTRIES}
+    written = {("--output_dir", args.output_dir): (*_RUN_FILES, *_RESULTS[args.training_mode])}
+    written[("--cache_dir", args.cache_dir)] = _CACHE_ENTRIES
     walked = [entry for entry in read if "_metadata" not in entry[0] and "lora_init" not in entry[0]]
     for (setting, place), (other, folder) in itertools.product(written, walked):
         parts = _parts_inside(place, folder)

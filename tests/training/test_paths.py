@@ -65,6 +65,7 @@ FULL = ["--training_mode", "full"]
         ([], {"output_dir": "runs/1", "resume_from_checkpoint": "runs/1/checkpoint-3"}),
         ([], {"output_dir": "runs/1", "resume_from_checkpoint": "checkpoint-3"}),
         ([], {"transformer_path": "runs/1/transformer"}),
+        ([], {"transformer_path": "runs/1/transformer", "output_dir": "runs/1"}),  # which a LoRA leaves as it is
         ([], {"lora_init_path": "runs/1", "output_dir": "runs/1/more"}),
         ([], {"lora_init_path": f"runs/1/{LORA_FILE}"}),
         ([], {"dataset_path": "runs/1/validation"}),
