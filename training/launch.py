@@ -66,16 +66,16 @@ def _check_environment(args):
         if is_asked_for and name not in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"):
             allowed = f"allowed as distributed_type are {', '.join(_DISTRIBUTED_TYPES)}"
             _refuse(f"{name.removeprefix('ACCELERATE_USE_')} ({name})", allowed)
-    settings = {
-        "dynamo_backend": ("no", ""),
-        "mixed_precision": ("no", args.mixed_precision),
-        "gradient_accumulation_steps": ("1", "auto", str(args.gradient_accumulation_steps)),
-    }
-    for setting, allowed in settings.items():
-        # Accelerate would prefer them to its arguments.
-        value = os.environ.pop(f"ACCELERATE_{setting.upper()}", allowed[0])
-        if value.lower() not in allowed:
-            _refuse(f"{setting} {value}", "remove it; the flags say what is done")
+    # Accelerate would prefer them to its arguments.
+    settings = {"dynamo_backend": ("no", ""), "mixed_precision": ("no",), "gradient_accumulation_steps": ("1", "auto")}
+    for setting, unset in settings.items():
+        value, flag = os.environ.pop(f"ACCELERATE_{setting.upper()}", unset[0]), getattr(args, setting, None)
+        if value.lower() in (*unset, str(flag)):
+            continue
+        if flag is None:
+            _refuse(f"{setting} {value}", "remove it, or set it to 'no'")
+        contradiction = f"{setting} {value} in the Accelerate config contradicts --{setting} {flag}"
+        raise RefusedError(f"{contradiction}; remove it from the config, since the flag decides.")
 
 
 def _refuse(setting, what_to_do, config="Accelerate"):

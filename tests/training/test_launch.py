@@ -68,8 +68,17 @@ def test_what_is_off_is_not_asked_for(name, monkeypatch):
 def test_accumulation_that_contradicts_the_flag(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
-    with pytest.raises(RefusedError, match="gradient_accumulation_steps 8 in the Accelerate config"):
+    with pytest.raises(RefusedError, match="gradient_accumulation_steps 8 .* --gradient_accumulation_steps 1; remove"):
         start_accelerator(flags())
+
+
+def test_precision_that_contradicts_the_flag(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    args = flags()
+    args.mixed_precision = "no"
+    with pytest.raises(RefusedError, match="mixed_precision bf16 in the Accelerate .* --mixed_precision no; remove"):
+        start_accelerator(args)
 
 
 def test_every_variable_of_the_launcher_is_known_here():
