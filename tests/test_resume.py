@@ -17,13 +17,16 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from accelerate import Accelerator
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import training.loop
 from runtime.errors import RefusedError, StoppedError
 from tests.runs import LORA_FILE, REPO, free_port, metrics, parse, run_here
-from training.checkpoints import check_same_weights, find_checkpoint, list_checkpoints
+from training.checkpoints import check_same_weights, find_checkpoint, list_checkpoints, register_state
+from training.optimizers import MasterWeights
 
 
 # All that has a state: dropout, dropped captions, the schedule, the average, sizes, epochs, batches made ahead.
@@ -679,6 +682,25 @@ def test_weights_alone_are_not_resumed_from(find, lora_run, tmp_path):
             "--lora_init_path",
         ):
             assert text in str(error.value)
+
+
+def test_weights_that_cannot_be_opened_are_refused_before_models_load(find, copy):
+    with (copy(4) / "trainable.safetensors").open("r+b") as file:
+        file.write(b"\xff" * 8)  # the length of its header; that of the file stays
+    with pytest.raises(RefusedError, match="checkpoint-4 is not a complete checkpoint: .*header"):
+        find()
+
+
+@pytest.mark.parametrize("saved", [{"a": (2,)}, {"a": (2,), "c": (3,)}, {"a": (2,), "b": (4,)}])
+def test_a_checkpoint_of_other_parameters_is_refused(saved, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    ours = {name: torch.nn.Parameter(torch.zeros(size)) for name, size in {"a": 2, "b": 3}.items()}
+    weights = MasterWeights(torch.nn.ParameterDict(ours))
+    has_a_state = torch.optim.SGD(weights.masters)
+    register_state(accelerator, weights, types.SimpleNamespace(model=None), has_a_state)
+    save_file({name: torch.zeros(shape) for name, shape in saved.items()}, tmp_path / "trainable.safetensors")
+    with pytest.raises(RefusedError, match="the checkpoint trains other parameters than this run, such as b"):
+        accelerator.load_state(tmp_path)
 
 
 def test_what_is_left_goes_at_the_next_save_and_newer_ones_are_set_aside(train, copy, lora_run, tmp_path, caplog):

@@ -72,7 +72,9 @@ def find_checkpoint(args, accelerator):
         raise RefusedError(f"{where}: DeepSpeed takes *, ? and [ in it for a pattern; rename the folder.")
     try:
         state = _read_state(path)
-    except ValueError as error:
+        with safetensors.safe_open(path / _WEIGHTS_FILE, "pt"):
+            pass
+    except (ValueError, OSError, safetensors.SafetensorError) as error:
         raise RefusedError(
             f"{where} is not a complete checkpoint: {error}. From weights only, without the optimizer's state, the "
             "schedule, the step and the order of the data, start a new run: --lora_init_path or --transformer_path."
@@ -190,7 +192,12 @@ def register_state(accelerator, weights, average, lr_scheduler):
     def load(models, input_dir):
         models.clear()  # Accelerate would look for a file of each; under DeepSpeed there is none anyway
         tensors = safetensors.torch.load_file(pathlib.Path(input_dir) / _WEIGHTS_FILE)
-        for name, master in weights.named_masters():
+        masters = dict(weights.named_masters())
+        shapes, saved = ({name: value.shape for name, value in values.items()} for values in (masters, tensors))
+        if differing := sorted({name for name, _ in shapes.items() ^ saved.items()}):
+            other = f"the checkpoint trains other parameters than this run, such as {', '.join(differing[:3])}"
+            raise RefusedError(f"--resume_from_checkpoint: {other}; resume with the flags that it was made with.")
+        for name, master in masters.items():
             master.detach().copy_(tensors[name])
         weights.write_back()
 
