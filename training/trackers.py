@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import pathlib
+import textwrap
 
 from runtime.errors import FailedError, RefusedError
 
@@ -73,6 +74,10 @@ def start_trackers(accelerator, args, *, first_step):
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise FailedError(f"--report_to {','.join(args.report_to)}: a tracker did not start: {reason}") from error
+    if "tensorboard" in args.report_to:
+        # The text is Markdown, in which indented text is shown unchanged.
+        text = textwrap.indent(json.dumps(config, indent=2, ensure_ascii=False), "    ")
+        accelerator.get_tracker("tensorboard").log({"config": text}, step=first_step - 1)
     if "wandb" in args.report_to:
         id_file.write_text(accelerator.get_tracker("wandb", unwrap=True).id + "\n", encoding="utf-8")
 

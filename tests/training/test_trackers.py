@@ -125,6 +125,9 @@ def test_tensorboard(output_dir, clip):
     assert set(events.Tags()["scalars"]) == {"loss", "odd"} and np.isnan(events.Scalars("odd")[0].value)
     (grid,) = events.Images("validation/grid")
     assert (grid.step, grid.width, grid.height) == (4, 40, 30) and events.Tags()["images"] == ["validation/grid"]
+    (config,) = events.Tensors("config/text_summary")
+    text = config.tensor_proto.string_val[0].decode()
+    assert json.loads(text)["lr"] == 0.5 and json.loads(text)["names"] == ["a", "b"]
     assert [path.is_file() for path in (output_dir / "blockwise").iterdir()] == [True]  # no folders named by the time
 
 
@@ -140,6 +143,7 @@ def test_tensorboard_forgets_the_steps_that_a_resume_makes_again(output_dir):
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
         (step, pytest.approx(value)) for step, value in [(1, 1), (2, 1 / 2), (3, 10 + 1 / 3), (4, 10.25), (5, 10.2)]
     ]
+    assert [event.step for event in events.Tensors("config/text_summary")] == [0, 2]
 
 
 def test_tensorboard_draws_no_random_numbers(output_dir, clip):
