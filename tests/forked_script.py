@@ -64,6 +64,6 @@ for line in sys.stdin:
         print(pid, flush=True)
     else:
         become(request)
-        with runs.forecasts_are_remembered():
+        with runs.forecasts_are_remembered(of_similar_steps=True):
             runpy.run_path(request["script"], run_name="__main__")
         break

@@ -61,17 +61,18 @@ def run_here(family, argv, *, figures=False):
         figures (`bool`): Draw them, too; else the files that show memory and metrics are empty.
     """
     main = entry_of(family).main
-    with quick_run(figures=figures) as log:
+    with quick_run(figures=figures, of_similar_steps=True) as log:
         return main(parse(family, argv), log)
 
 
 @contextlib.contextmanager
-def quick_run(*, figures=False):
-    """Context for a run in this process, with its `MemoryLog`; figures as `run_here` takes it."""
+def quick_run(*, figures=False, of_similar_steps=False):
+    """Context for a run in this process, with its `MemoryLog`; see `run_here` and `forecasts_are_remembered`."""
     from blockwise.log import MemoryLog
 
     _freeze_imports()
-    with MemoryLog() as log, forecasts_are_remembered(), contextlib.nullcontext() if figures else _without_figures():
+    remembered, drawn = forecasts_are_remembered(of_similar_steps=of_similar_steps), contextlib.nullcontext()
+    with MemoryLog() as log, remembered, drawn if figures else _without_figures():
         yield log
 
 
@@ -82,16 +83,19 @@ def _freeze_imports():
     gc.freeze()
 
 
-# The flags on which the memory of a step depends, the plan apart.
-_OF_A_STEP = ("pretrained_model_name_or_path", "revision", "transformer_path", "task", "expert", "training_mode")
-_OF_A_STEP += ("lora_rank", "lora_dropout", "mixed_precision", "loss_weighting", "train_batch_size")
+# The flags on which the memory of a step depends most, and the others, the plan apart.
+_MOST = ("pretrained_model_name_or_path", "revision", "transformer_path", "task", "training_mode", "mixed_precision")
+_OTHERS = ("lora_rank", "lora_dropout", "loss_weighting")
 _remembered = {}
 
 
-def forecasts_are_remembered():
+def forecasts_are_remembered(*, of_similar_steps=False):
     """Context in which a forecast takes what any run of this session has found out of the same step.
 
     Most of the time of a tiny run would go into that. Runs of which forecasts are compared are made without this.
+
+    Args:
+        of_similar_steps (`bool`): Also of steps with another rank or batch, where nobody looks at the forecast.
     """
     from blockwise import offload
     from blockwise.estimate import StepProfile
@@ -100,7 +104,7 @@ def forecasts_are_remembered():
     encode, profile = RunForecast._encode, vars(RunForecast)["profile"].func
 
     def remember(key, make):
-        file = pathlib.Path(os.environ["FORECASTS"]) / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.pickle"
+        file = pathlib.Path(os.environ["FORECASTS"]) / f"{hashlib.sha256(key.encode()).hexdigest()}.pickle"
         if key not in _remembered and file.exists():
             _remembered[key] = pickle.loads(file.read_bytes())
         if key not in _remembered:
@@ -116,28 +120,28 @@ def forecasts_are_remembered():
         return remember(repr(key), lambda: encode(self, size, *phases))
 
     class Known(StepProfile):
-        def __init__(self, forecast, numbers):
-            self.forecast = forecast
-            vars(self).update(numbers)
+        def __init__(self, forecast, key):
+            self.key, self.real = key, functools.cache(lambda: profile(forecast))
+            names = ("_lists", "_names", "_counterparts")
+            blocks = remember(f"{key} blocks", lambda: [getattr(self.real(), name) for name in names])
+            vars(self).update(zip(names, blocks, strict=True))
 
-        def __getattr__(self, name):  # what is asked for in addition is found out
-            return getattr(profile(self.forecast), name)
+        def _recording(self, activations):
+            return remember(
+                f"{self.key} {activations} {offload.MIN_PARKED_BYTES}", lambda: self.real()._recording(activations)
+            )
 
-    def numbers(forecast, recomputes):
-        found = profile(forecast)
-        _ = found.inference_bytes, found._recording("keep")
-        if recomputes:
-            found._recording("recompute")
-        return {name: value for name, value in vars(found).items() if name not in ("_model", "_make_step")}
+        @property
+        def _inference(self):
+            return remember(f"{self.key} inference", lambda: self.real()._inference)
 
     def remembered_profile(self):
-        args = self.args
-        recomputes = args.use_gradient_checkpointing or args.use_gradient_checkpointing_offload
-        recomputes = bool(recomputes or args.dry_run or args.memory_budget is not None)
-        flags = [getattr(args, name, None) for name in _OF_A_STEP]
-        batch = self._heaviest, len(set(self.caption_tokens.values())), offload.MIN_PARKED_BYTES
-        key = repr((recomputes, flags, self.names, batch, self.launch.device_type))
-        return Known(self, remember(key, lambda: numbers(self, recomputes)))
+        key = [self.launch.device_type, self.family.block_lists]
+        key += [getattr(self.args, name, None) for name in _MOST]
+        if not of_similar_steps:
+            key += [getattr(self.args, name, None) for name in _OTHERS]
+            key += [self.names, self._heaviest, len(set(self.caption_tokens.values()))]
+        return vars(self).setdefault("_known", Known(self, repr(key)))
 
     return mock.patch.multiple(RunForecast, _encode=remembered_encode, profile=property(remembered_profile))
 
