@@ -315,7 +315,10 @@ def test_an_average_takes_four_bytes_per_trained_weight(flags, forecast):
     assert with_ema.training(plan)[0] == without
 
 
-@pytest.mark.parametrize("family", ["qwen_image", pytest.param("wan_ti2v", marks=pytest.mark.slow), "wan_t2v_a14b"])
+@pytest.mark.parametrize(
+    "family",
+    [*(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen_image", "wan_ti2v")), "wan_t2v_a14b"],
+)
 def test_previews_are_a_phase_of_their_own(family, forecast, tiny_model, photos):
     """At least the decoder and its inputs; in addition what is trained, and nothing of a LoRA's base on a GPU."""
     flags = {"wan_ti2v": I2V, "wan_t2v_a14b": ["--expert", "both"]}.get(family, [])
