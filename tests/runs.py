@@ -219,19 +219,19 @@ class Process:
             self.code = self.ask({"poll": self.pid})
         return self.code
 
-    def until(self, condition, timeout=120):
+    def until(self, condition, timeout=120, pause=0.001):
         """Wait until `condition()` holds or the process has ended; return whether it still runs."""
         end = time.monotonic() + timeout
         while self.poll() is None:
             if condition():
                 return True
             assert time.monotonic() < end, f"nothing happened:\n{self.said}"
-            time.sleep(0.001)
+            time.sleep(pause)
         return False
 
     def wait(self, timeout=120):
         """Return the exit code at the end."""
-        self.until(lambda: False, timeout)
+        self.until(lambda: False, timeout, pause=0.02)  # each look costs time that the process needs
         return self.code
 
     def signal(self, number):
