@@ -300,6 +300,16 @@ def test_files_are_on_disk_before_the_name_and_the_old_ones_go_last(train, tmp_p
     assert events[events.index(("rename", "checkpoint-8.tmp")) + 1] == ("fsync", str(folder)), "before one is deleted"
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_is_not_said_to_fail_the_new_one(train, tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError("busy")
+
+    monkeypatch.setattr("training.checkpoints.delete_folder", fail)
+    with pytest.raises(OSError, match="busy"):
+        train(tmp_path / "out", *LORA, *SAVES)
+    assert list(list_checkpoints(tmp_path / "out")) == [2]
+
+
 # ---------------------------------------------------------------- disks that are full, or cannot be written
 
 

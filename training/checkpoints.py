@@ -101,8 +101,8 @@ def _locate(args):
     if wanted is None:
         if existing:
             earlier = f"--output_dir {output_dir} holds checkpoints of an earlier run (checkpoint-{max(existing)})"
-            how = "continue it with --resume_from_checkpoint latest, or give another folder"
-            _refuse_unless_dry_run(args, f"{earlier}; {how}.")
+            what_to_do = "continue it with --resume_from_checkpoint latest, or give another folder"
+            _refuse_unless_dry_run(args, f"{earlier}; {what_to_do}.")
         return None
     for place in (pathlib.Path(output_dir, wanted), pathlib.Path(wanted)):
         if place.exists():
@@ -229,9 +229,12 @@ def save_checkpoint(accelerator, args, step, batches):
         state["files"] = {str(file.relative_to(unfinished)): file.stat().st_size for file in files}
         (unfinished / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         rename_folder(unfinished, final)
-        num_kept = args.checkpoints_total_limit or step
-        for old in [output_dir / f"{final.name}.replaced", *list(list_checkpoints(output_dir).values())[:-num_kept]]:
-            delete_folder(old)
+
+    def delete_old():
+        delete_folder(output_dir / f"{final.name}.replaced")
+        if args.checkpoints_total_limit is not None:
+            for old in list(list_checkpoints(output_dir).values())[: -args.checkpoints_total_limit]:
+                delete_folder(old)
 
     kwargs = {"exclude_frozen_parameters": True} if uses_deepspeed(accelerator) else {}
     try:
@@ -245,6 +248,7 @@ def save_checkpoint(accelerator, args, step, batches):
             f"{final.name} cannot be written to {output_dir}: {error}. The checkpoints before it are as they were; "
             "make room and continue with --resume_from_checkpoint latest."
         ) from error
+    on_main_process(accelerator, delete_old)
 
 
 def clear_later_steps(output_dir, step):
