@@ -457,8 +457,9 @@ def _listed(sizes):
 
 def describe_forecast(forecast):
     """Return the lines of a forecast (`RunForecast.describe`) for a person."""
-    how = forecast["launch"]
-    lines = [f"forecast per process ({how['device_type']}, {how['strategy']}, {how['num_processes']} in all):"]
+    launch = forecast["launch"]
+    processes = f"{launch['device_type']}, {launch['strategy']}, {launch['num_processes']} in all"
+    lines = [f"forecast per process ({processes}):"]
     rows = forecast["by_category"] | {"training peak": forecast["training_peak_bytes"]}
     lines += [f"  {name.replace('_', ' '):16} {format_bytes(value):>12}" for name, value in rows.items() if value]
     lines[-1] += f"  ({forecast['training_peak_place']})"
@@ -524,11 +525,13 @@ def _plan_for_budget(args, forecast):
         raise RefusedError("--memory_budget auto: there is no accelerator here; give a size, such as 24GiB.")
     # A dry run may be for another machine.
     host_bytes = None if args.dry_run and launch.device_bytes is None else launch.host_bytes
-    how = {"costs": forecast.costs, "host_bytes": host_bytes}
+    plan_for = functools.partial(
+        MemoryPlan.from_budget, forecast.family.block_lists, costs=forecast.costs, host_bytes=host_bytes
+    )
     try:
-        return MemoryPlan.from_budget(forecast.family.block_lists, budget, **how)
+        return plan_for(budget)
     except BudgetError as error:
-        plan = MemoryPlan.from_budget(forecast.family.block_lists, error.smallest_bytes, **how)
+        plan = plan_for(error.smallest_bytes)
         phases, helping = forecast.phases(plan), forecast.suggestions(plan)
         most = f" What would help most is {helping[0][0]}: {format_bytes(helping[0][1])} less." if helping else ""
         needed, phase = format_bytes(error.smallest_bytes, up=True), max(phases, key=phases.get)

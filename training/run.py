@@ -147,11 +147,11 @@ class Run:
             stage: [sigma_law(args, family.sigma_shift(height, width), stage.sigma_range) for width, height in sizes]
             for stage in family.stages
         }
-        how = {"num_tokens": family.num_tokens, "model": family.identity, "num_stages": len(family.stages)}
-        batches = plan_batches(args, items, accelerator.num_processes, resumed=self.resumed, **how)
+        of_model = {"num_tokens": family.num_tokens, "model": family.identity, "num_stages": len(family.stages)}
+        batches = plan_batches(args, items, accelerator.num_processes, resumed=self.resumed, **of_model)
         arguments.check_length(args, batches.last_step)
-        how_long = {"num_stages": len(family.stages), "num_samples": batches.num_samples}
-        arguments.log_little_effect(args, batches.last_step, **how_long)
+        num_stages, num_samples = len(family.stages), batches.num_samples
+        arguments.log_little_effect(args, batches.last_step, num_stages=num_stages, num_samples=num_samples)
         self.batches = batches
         for stage in filter(self.is_finished, family.stages):
             if not pathlib.Path(args.output_dir, stage.name, export.LORA_FILE).is_file():
@@ -172,12 +172,12 @@ class Run:
         """Read the dataset and inspect every item of it; nothing is encoded yet."""
         family, args, accelerator = self.family, self.args, self.accelerator
         files, sizing = {"roles": family.roles}, Sizing.from_args(args, family.divisor)
-        how = {"cache": self.cache, "accelerator": accelerator, "use_file": family.use_file}
+        options = {"cache": self.cache, "accelerator": accelerator, "use_file": family.use_file}
         if family.is_video:
             files["media_suffixes"] = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
-            how |= {"fps": args.fps, "clip_part": args.clip_part, "min_frames": family.min_frames}
+            options |= {"fps": args.fps, "clip_part": args.clip_part, "min_frames": family.min_frames}
         rows = agreed(accelerator, partial(read_datasets, args, **files), describe_rows)
-        return media_of(family)[0](rows, sizing, on_bad_sample=args.on_bad_sample, **how)
+        return media_of(family)[0](rows, sizing, on_bad_sample=args.on_bad_sample, **options)
 
     def plan_memory(self):
         """Forecast what the run will need, and choose how each block is computed."""
@@ -220,9 +220,10 @@ class Run:
         family, or_refuse = self.family, refuse_unreadable_model(self.args)
         captions = family.load_prompt_encoder, family.encode_prompt, ("text encoder",)
         media = family.load_media_encoder, family.encode_media, ("VAE", "caching done")
+        _, read = media_of(family)
         for kind, (load, encode, points) in {"captions": captions, "media": media}.items():
-            how = {"load": or_refuse(partial(load, self.accelerator.device)), "encode": encode, "points": points}
-            encode_missing(self.encodings, kind, self.log, read=media_of(family)[1], **how)
+            load = or_refuse(partial(load, self.accelerator.device))
+            encode_missing(self.encodings, kind, self.log, load=load, encode=encode, read=read, points=points)
         self.log.point("encoders gone")
 
     def train(self, stage):
@@ -244,8 +245,8 @@ class Run:
             log.point("adapters")
         held_out = TrainingDataset(self.held_out_samples, padded=family.padded)
         samples = [sample._replace(law=law) for sample, law in zip(self.samples, self.laws[stage], strict=True)]
-        how = {"padded": family.padded, "caption_dropout": args.caption_dropout, "seed": args.seed}
-        dataset = TrainingDataset(samples, **how)
+        drawn = {"caption_dropout": args.caption_dropout, "seed": args.seed}
+        dataset = TrainingDataset(samples, padded=family.padded, **drawn)
         training = Training(accelerator, args, stage, module, dataset, self.batches, log, self.optimizer)
         if resumed_steps:
             training.resumed_steps, training.checkpoint = resumed_steps, self.checkpoint
