@@ -264,7 +264,7 @@ def test_a_signal_ends_previews_and_saves(train, shown, tmp_path, monkeypatch):
     def interrupted(pipeline, *args, callback_on_step_end, **kwargs):
         def look(*state):
             steps.append(state[1])
-            if len(steps) == 3:
+            if len(steps) in (3, 6):
                 os.kill(os.getpid(), signal.SIGTERM)
             return callback_on_step_end(*state)
 
@@ -274,7 +274,12 @@ def test_a_signal_ends_previews_and_saves(train, shown, tmp_path, monkeypatch):
     with pytest.raises(StoppedError, match="stopped by SIGTERM after step 2; checkpoint-2 is complete"):
         train("qwen_image", *FLAGS, *PROMPTS, *SHOWN, output_dir=folder)
     assert steps == [0, 1, 0] and not list((folder / "validation").rglob("*.png"))
-    train("qwen_image", *FLAGS, *PROMPTS, *SHOWN, "--resume_from_checkpoint", "latest", output_dir=folder)
+    resumed, saved = [*FLAGS, *PROMPTS, *SHOWN, "--resume_from_checkpoint", "latest"], folder / "checkpoint-2"
+    inode = saved.stat().st_ino
+    with pytest.raises(StoppedError, match="stopped by SIGTERM after step 2; checkpoint-2 is complete"):
+        train("qwen_image", *resumed, output_dir=folder)
+    assert saved.stat().st_ino == inode, "the checkpoint that was just loaded is not written again"
+    train("qwen_image", *resumed, output_dir=folder)
     whole, _ = shown("qwen_image")
     assert lora_files(folder) == lora_files(whole)
     assert bytes_in(folder / "validation") == bytes_in(whole / "validation")
@@ -311,6 +316,14 @@ def test_settings_of_previews(changed):
     _, (settings, images) = changed
     assert (settings["guidance_scale"], settings["num_inference_steps"], settings["seed"]) == (8.0, 3, 1)
     assert len(set(images)) == len(images) == 7
+
+
+def test_without_previews_nothing_is_encoded_for_them():
+    """Not the negative prompt either, which every run has."""
+    args = types.SimpleNamespace(validation_prompt=None, negative_prompt=" ")
+    assert validation.preview_prompts(args) == []
+    args.validation_prompt = ["a cat"]
+    assert validation.preview_prompts(args) == ["a cat", " "]
 
 
 def test_files_of_previews(shown):

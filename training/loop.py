@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import math
+import pathlib
 
 import torch
 from accelerate.utils import send_to_device
@@ -15,7 +15,7 @@ from training.ema import WeightAverage
 from training.launch import seed_module_randomness
 from training.metrics import Metrics, keep_steps_before
 from training.module import trainable_parameters
-from training.optimizers import prepare_training
+from training.optimizers import prepare_training, uses_deepspeed
 
 
 @dataclasses.dataclass
@@ -88,8 +88,8 @@ def train(training):
                     sample_losses.append(training.module.sample_losses)
                     accelerator.backward(loss)
                     weights.take_gradients()
-            # Gradients are in sync now: it was the last micro-batch. DeepSpeed's engine has clipped them, and stepped.
-            grad_norm = accelerator.clip_grad_norm_(weights.masters, args.max_grad_norm or math.inf)
+            # Gradients are in sync now: it was the last micro-batch.
+            grad_norm = clip_gradients(accelerator, weights, args.max_grad_norm)
             lr = lr_scheduler.get_last_lr()[0]
             if not after.skips(grad_norm):
                 optimizer.step()
@@ -104,9 +104,14 @@ def train(training):
 def _load(training):
     """Yield micro-batches on the device, made ahead of the steps."""
     accelerator, args = training.accelerator, training.args
-    where = {"process_index": accelerator.process_index, "pin_memory": accelerator.device.type == "cuda"}
-    how = {"steps": training.steps, "num_workers": args.dataloader_num_workers}
-    for batch in load_batches(training.dataset, training.batches, **where, **how):
+    batches = load_batches(
+        *(training.dataset, training.batches),
+        process_index=accelerator.process_index,
+        steps=training.steps,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+    )
+    for batch in batches:
         yield send_to_device(batch, accelerator.device, non_blocking=True)
 
 
@@ -131,7 +136,11 @@ class AfterStep:
         """Validate after the step of the checkpoint, where a run was killed in the middle of that."""
         training = self.training
         if training.steps and training.checkpoint is not None:
-            self._validate_if_due(training.steps_before + training.resumed_steps)
+            number = training.steps_before + training.resumed_steps
+            own = pathlib.Path(training.args.output_dir, f"checkpoint-{number}")
+            if training.checkpoint.resolve() == own.resolve():
+                self.saved_step = number
+            self._validate_if_due(number)
 
     def _validate_if_due(self, number):
         training = self.training
@@ -199,8 +208,9 @@ def _prepare(training):
     """
     accelerator, args, module = training.accelerator, training.args, training.module
     module.train()
-    what = accelerator, module, args, training.optimizer, training.batches.last_step
-    model, optimizer, lr_scheduler, weights = prepare_training(*what)
+    model, optimizer, lr_scheduler, weights = prepare_training(
+        accelerator, module, args, training.optimizer, training.batches.last_step
+    )
     average = WeightAverage(weights, args)
     training.log.point("prepared")
     register_state(accelerator, weights, average, lr_scheduler)
@@ -210,6 +220,14 @@ def _prepare(training):
         rate = lr_scheduler.get_last_lr()[0]
         accelerator.print(f"resumed from {training.checkpoint.name}, learning rate of the next step {rate:.3g}")
     return model, optimizer, lr_scheduler, weights, average
+
+
+def clip_gradients(accelerator, weights, max_grad_norm):
+    """Clip the whole gradient to `max_grad_norm` (0: not at all); return its norm before, a scalar or `float`."""
+    if max_grad_norm > 0 or uses_deepspeed(accelerator):
+        # DeepSpeed's engine has clipped, by the same setting, and stepped in `backward`: this only asks for the norm.
+        return accelerator.clip_grad_norm_(weights.masters, max_grad_norm)
+    return torch.nn.utils.get_total_norm([master.grad for master in weights.masters if master.grad is not None])
 
 
 class GradientLiveness:

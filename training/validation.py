@@ -72,9 +72,9 @@ def hold_out(args, items):
 
 
 def preview_prompts(args):
-    """Return the texts that previews need encoded."""
-    texts = [*(args.validation_prompt or ()), args.negative_prompt]
-    return [text for text in texts if text is not None]
+    """Return the texts that previews need encoded; none where no previews are made."""
+    prompts = list(args.validation_prompt or ())
+    return prompts if not prompts or args.negative_prompt is None else [*prompts, args.negative_prompt]
 
 
 def preview_settings(args, items):
@@ -212,6 +212,7 @@ class Validation:
             return {}
 
         own, numbers = {}, range(len(self.prompts))[self._share]
+        settings = sampler.settings | {"callback_on_step_end": after_each_step}
         pipeline.register_modules(**{self.stage.subfolder: transformer})
         if self.stage.other is not None and numbers:
             self._load_other(pipeline)
@@ -219,8 +220,7 @@ class Validation:
         with _on_device(pipeline, transformer, self.accelerator.device, takes_turns=sampler.takes_turns):
             for number in numbers:
                 given = sampler.texts[self.prompts[number]], sampler.texts.get(self.args.negative_prompt)
-                how = sampler.settings | {"callback_on_step_end": after_each_step}
-                frames = self.module.family.sample(pipeline, *given, **how)
+                frames = self.module.family.sample(pipeline, *given, **settings)
                 if is_stopped():
                     break
                 own[number] = frames

@@ -21,7 +21,7 @@ from train_qwen_image import VALUES
 from training.arguments import parse_args
 from training.flow_matching import SigmaLaw
 from training.launch import start_accelerator
-from training.loop import Training, train
+from training.loop import Training, clip_gradients, train
 from training.metrics import Metrics, keep_steps_before
 from training.module import DiffusionTrainingModule
 from training.optimizers import find_optimizer
@@ -122,6 +122,15 @@ def test_clipping(tmp_path):
     clipped = descend(order, max_grad_norm=0.05)
     assert module.transformer["weight"].item() == pytest.approx(clipped, rel=1e-5)
     assert abs(clipped - descend(order)) > 1e-3
+
+
+def test_without_clipping_gradients_stay_as_they_are():
+    """Also where the norm overflows, by which they would be divided."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3e38, 3e38])
+    accelerator = types.SimpleNamespace(distributed_type=types.SimpleNamespace(value="NO"))
+    assert clip_gradients(accelerator, types.SimpleNamespace(masters=[weight]), 0.0).isinf()
+    assert weight.grad.tolist() == torch.tensor([3e38, 3e38]).tolist() and weight.grad._version == 0
 
 
 def test_the_transformer_is_told_the_sigma_of_the_noise(tmp_path):
