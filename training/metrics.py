@@ -57,6 +57,8 @@ def keep_steps_before(first_step, accelerator, output_dir, checkpoint=None):
     def keep():
         lines = next((read_metrics(place) for place in places if place.exists()), [])
         kept = [line for line in lines if line["step"] < first_step]
+        if num_missing := first_step - 1 - len(kept):
+            logger.warning("%s lacks %d of the steps before step %d", path, num_missing, first_step)
         write_json_lines(path, kept)
         for folder in path.parent.glob("validation/step-*"):
             if int(folder.name.rpartition("-")[2]) >= first_step:
@@ -95,8 +97,8 @@ class Metrics:
             grad_norm (`torch.Tensor`, a scalar, or `float`): Before clipping, of the whole gradient.
             may_be_bad (`bool`): The step was skipped since loss or gradient is not finite, and that is allowed.
         """
-        now, parked, indices = time.perf_counter(), offload.counters(), self.batches.step(step)
-        stage = self.training.stage
+        now, parked, stage = time.perf_counter(), offload.counters(), self.training.stage
+        peak_bytes, device = self.log.end_step(), self.accelerator.device
         line = {
             "step": self.training.steps_before + step,
             "epoch": self.batches.epoch(step),
@@ -104,10 +106,11 @@ class Metrics:
             "loss": loss.detach(),
             "lr": lr,
             "grad_norm": torch.as_tensor(grad_norm).detach(),
-            "sigmas": [self.dataset.sigma(step, position, index) for position, index in enumerate(indices)],
-            "samples": [self.dataset.ids[index] for index in indices],
+            "sigmas": None,  # see `flush`
+            "samples": [self.dataset.ids[index] for index in self.batches.step(step)],
             "seconds": now - self.last_time,
-            "device_peak_bytes": self.log.end_step(),
+            "device_peak_bytes": peak_bytes,
+            "device_reserved_bytes": None if peak_bytes is None else torch.accelerator.memory_reserved(device),
             "offloaded_bytes": parked["parked_bytes"] - self.last_parked["parked_bytes"],
             "host_rss_bytes": self.process.memory_info().rss,
         }
@@ -121,7 +124,10 @@ class Metrics:
         """Context for what is done between two steps and belongs to neither."""
         start = time.perf_counter()
         yield
-        self.last_time += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.last_time += seconds
+        if not self.bar.disable:
+            self.bar.last_print_t += seconds  # or it would count in the time that is left
         self.last_parked = offload.counters()
 
     def flush(self):
@@ -141,6 +147,9 @@ class Metrics:
             values = {"loss": loss, "grad_norm": norm}
             line |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         if self.accelerator.is_main_process:
+            for line, step, *_ in pending:
+                places = enumerate(self.batches.step(step))
+                line["sigmas"] = [self.dataset.sigma(step, position, index) for position, index in places]
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
                 file.flush()
