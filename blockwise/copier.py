@@ -28,7 +28,7 @@ class Copier:
         """Start to copy `source`, on the device, to `target`, a buffer's bytes, both `torch.uint8` of shape (N,).
 
         Returns:
-            `Copy`, to be waited for before `source` is released.
+            `Copy`, to be waited for before `source` is released; None where it is done.
         """
         target.copy_(source)
 
@@ -36,7 +36,7 @@ class Copier:
         """Start to copy `source`, a buffer's bytes, to `target`, on the device, both `torch.uint8` of shape (N,).
 
         Returns:
-            `Copy`, to be waited for before `target` is used or released.
+            `Copy`, to be waited for before `target` is used or released; None where it is done.
         """
         target.copy_(source)
 

@@ -47,6 +47,7 @@ class MemoryLog:
         self.watched = self.parking = self.forecast_bytes = self.suggestions = None
         self._device = torch.device("cpu")
         self._start = time.perf_counter()
+        self._repeated = set()  # points that the table leaves out
         self._peaks = {}  # mark -> the highest peak since `peak_since` was asked about it
         self._step = None  # the number of the optimizer step that is being made
         self._aside = None  # the phase between two of them
@@ -111,15 +112,13 @@ class MemoryLog:
         return phases
 
     def table(self):
-        """Return the points as a text table, of each name the first."""
-        points = {}
-        for point in self.points:
-            points.setdefault(point["name"], point)
+        """Return the points as a text table, of those that `aside` records again and again the first."""
+        points = [point for index, point in enumerate(self.points) if index not in self._repeated]
         keys = ("allocated_bytes", "reserved_bytes", "peak_bytes", "host_rss_bytes", "pinned_bytes")
         rows = [("memory at", "seconds", "allocated", "reserved", "peak since", "host", "pinned")]
-        for name, point in points.items():
+        for point in points:
             sizes = ["-" if point[key] is None else format_bytes(point[key]) for key in keys]
-            rows.append((name, f"{point['seconds']:.1f}", *sizes))
+            rows.append((point["name"], f"{point['seconds']:.1f}", *sizes))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]))) for row in rows)
 
@@ -152,6 +151,8 @@ class MemoryLog:
             name (`str`): Of the phase.
         """
         step = self._step
+        if any(point["name"] == name for point in self.points):
+            self._repeated |= {len(self.points), len(self.points) + 1}
         self.point(name)
         self.watched.pause()
         self._step, self._aside = None, name

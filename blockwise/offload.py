@@ -295,12 +295,12 @@ def _reserve(block, tensors):
         buffers.clear()
         _counters["blocks_refused"] += 1
         if not _has_warned:
-            _has_warned = True
+            _has_warned, is_over = True, _limit_bytes is not None and _slab_bytes() + needed > _limit_bytes
             logger.warning(
                 "Parked inputs use %d of the %d bytes of host memory that are taken, and the %d more of a %s were "
-                "refused (%s): they stay on the device, as do those of further blocks that find no room. "
-                "--offload_buffer_size sets the limit.",
-                *(in_use, _slab_bytes(), needed, type(block).__name__, str(error)),
+                "refused (%s): they stay on the device, as do those of further blocks that find no room. %s "
+                "--offload_buffer_size to change that.",
+                *(in_use, _slab_bytes(), needed, type(block).__name__, str(error), "Raise" if is_over else "Lower"),
             )
     return buffers
 

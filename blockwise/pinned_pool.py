@@ -68,7 +68,7 @@ class HostPool:
         return Buffer(slab, slab.take(size), size, num_bytes)
 
     def _new_slab(self, size, room):
-        num_tensors, reason = TENSORS_PER_SLAB, f"no more than {room} bytes may be taken"
+        num_tensors, reason = TENSORS_PER_SLAB, f"no more than {max(room or 0, 0)} bytes may be taken"
         while num_tensors > 0:
             slab_bytes = allocated_bytes(num_tensors * size, self.pin_memory)
             # What was refused is not asked for again: to lock much memory takes long also where it fails.

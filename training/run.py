@@ -196,16 +196,20 @@ class Run:
         """Bring all weights to this machine, and check that they are those of the checkpoint and the initial LoRA."""
         family, args = self.family, self.args
         if not args.dry_run:
-            with refuse_unreadable_model(args):
-                fetch = partial(family.fetch_weights, self.reads, self.digests)
-                self.digests = agreed(self.accelerator, fetch, dict)
+            # The refusal of an unreadable model is inside: a difference between processes is none.
+            fetch = refuse_unreadable_model(args)(partial(family.fetch_weights, self.reads, self.digests))
+            self.digests = agreed(self.accelerator, fetch, dict)
         of_training = family.parts_read(previews=False)
         digests = {part: digest for part, digest in self.digests.items() if part in of_training}
+        initial = {
+            f"LoRA to start {stage.name} from": family.digest_tensors(itertools.chain(*tensors.values()))
+            for stage, tensors in self.initial.items()
+        }
+        agreed(self.accelerator, lambda: {"what is at --lora_init_path": initial}, dict)
+        if len(family.stages) > 1:  # the second one starts from it later, maybe after a resume
+            digests |= initial
         for stage in family.stages if args.training_mode == "lora" else ():
             lora_init.check_base_of_lora(args, stage, digests.get(stage.subfolder))
-            if len(family.stages) > 1:  # the second one starts from it later, maybe after a resume
-                tensors = itertools.chain(*self.initial[stage].values())
-                digests[f"LoRA to start {stage.name} from"] = family.digest_tensors(tensors)
             if self.is_finished(stage):
                 digests |= self._digest_of_lora(stage)
         checkpoints.check_same_weights(args, self.resumed, self.batches, digests)

@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import platform
+import time
 
 from runtime.errors import RefusedError
 from runtime.processes import agreed
@@ -17,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 # A kill leaves the file behind: the lock on it counts, not the file.
 LOCK_FILE = "run.lock"
+
+# A process that was killed may have much memory to free before it releases its lock.
+_PATIENCE_SECONDS = 5
 
 # Machines may have the same thing at different places: what is there is compared when it is read.
 _PLACES = {"datasets", *(name for name, flag in ROWS.items() if flag.kind in (PATH, PATHS))}
@@ -42,9 +46,12 @@ def claim_output_dir(args, accelerator):
         agreed(accelerator, lambda: alike, dict)
 
         def see():
-            # Listing the folder makes a network file system ask for what is there now.
-            is_there = is_main or (output_dir.is_dir() and LOCK_FILE in os.listdir(output_dir))
-            return {"the folder of --output_dir": (holder or file.read_text(encoding="utf-8")) if is_there else None}
+            found = holder
+            with contextlib.suppress(OSError):
+                # Listing the folder makes a network file system ask for what is there now.
+                if not is_main and LOCK_FILE in os.listdir(output_dir):
+                    found = file.read_text(encoding="utf-8")
+            return {"the folder of --output_dir": found}
 
         agreed(accelerator, see, dict, patience_seconds=10)
         yield
@@ -61,8 +68,7 @@ def _locked(path):
         try:
             stack.callback(_remove_empty, missing)
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(path, "a+", encoding="utf-8"))
-            _lock(file)
+            file = stack.enter_context(_take_lock(path))
             stack.callback(path.unlink, missing_ok=True)  # before the lock is released
             started = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
             holder = f"process {os.getpid()} on {platform.node()}, started {started}\n"
@@ -74,31 +80,37 @@ def _locked(path):
         yield holder
 
 
-def _lock(file):
-    """Lock an open file if its file system can do that.
+def _take_lock(path):
+    """Return the open file of a lock, locked if its file system can do that.
 
     This kind of lock belongs to the process alone, not to workers that it forks and that may outlive it. It is also
     gone when the process closes the file, however often it has it open: nothing else here opens it.
 
     Raises:
-        RefusedError: Another process has the lock.
+        RefusedError: Another process has the lock, and keeps it.
     """
-    output_dir = os.path.dirname(file.name)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Or the run before has deleted it in between, and another one may have the lock of a new file.
-        is_own = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
-    except (BlockingIOError, PermissionError, FileNotFoundError):
-        is_own = False
-    except OSError as error:
-        where = f"--output_dir {output_dir} is on a file system without locks ({error.strerror})"
-        logger.warning(f"{where}: nothing keeps another run out of it")
-        return
-    if not is_own:
-        file.seek(0)
-        holder = file.read().strip() or "a process that has just started"
-        where = f"--output_dir {output_dir} is in use by another run: {holder}"
-        raise RefusedError(f"{where}; wait until it ends, stop it, or give another folder.")
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        file = open(path, "a+", encoding="utf-8")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                # Or the run before has deleted it in between, and another one may have the lock of a new file.
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    return file
+            file.close()
+        except (BlockingIOError, PermissionError):
+            with file:
+                file.seek(0)
+                holder = file.read().strip() or "a process that has just started"
+            if time.monotonic() > end:
+                where = f"--output_dir {path.parent} is in use by another run: {holder}"
+                raise RefusedError(f"{where}; wait until it ends, stop it, or give another folder.") from None
+            time.sleep(0.1)
+        except OSError as error:
+            where = f"--output_dir {path.parent} is on a file system without locks ({error.strerror})"
+            logger.warning(f"{where}: nothing keeps another run out of it")
+            return file
 
 
 def _remove_empty(folders):

@@ -125,6 +125,21 @@ def test_the_peak_is_of_the_phase_before_the_point(peaks, phase, monkeypatch):
     assert max(phases, key=phases.get) == phase and phases[phase] == max(peaks.values())
 
 
+def test_table_has_what_follows_a_repeated_aside_once_and_both_trainings():
+    log, model = MemoryLog(), nn.Linear(2, 2)
+    log.begin(torch.device("cpu"))
+    for _ in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        log.watch(model, optimizer, step=1)
+        for _ in range(2):
+            with log.aside("previews"):
+                pass
+        log.point("saving")
+        log.end_training()
+    names = [line.split()[0] for line in log.table().split("\n")]
+    assert names == ["memory", "start", "previews", "training", "saving", "saving"]
+
+
 def test_table(monkeypatch):
     monkeypatch.setattr(offload, "counters", lambda: {"slab_bytes": 0})  # other tests may have left slabs
     log = MemoryLog()

@@ -650,6 +650,7 @@ def test_refused_pinning_means_recompute(slabs_before, monkeypatch, caplog):
     assert len(said) == 1 and "no memory can be locked" in said[0]
     assert f"use {parked * INPUT_BYTES} of the {parked * INPUT_BYTES} bytes" in said[0]
     assert f"the {INPUT_BYTES} more of a Block were refused" in said[0]
+    assert "Lower --offload_buffer_size" in said[0]
 
 
 def test_refused_in_the_middle_of_a_block_call(monkeypatch):

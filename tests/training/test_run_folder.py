@@ -28,6 +28,11 @@ from training.run_folder import LOCK_FILE, claim_output_dir
 ALONE = types.SimpleNamespace(num_processes=1, process_index=0, is_main_process=True)
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(training.run_folder, "_PATIENCE_SECONDS", 0.1)
+
+
 def folders(output_dir):
     return argparse.Namespace(output_dir=str(output_dir))
 
@@ -89,6 +94,13 @@ def test_a_killed_run_releases_its_folder_though_its_workers_live_on(tmp_path):
     assert not folder.exists() or not any(folder.iterdir())
 
 
+def test_a_run_waits_for_one_that_is_about_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(training.run_folder, "_PATIENCE_SECONDS", 20)
+    with running(tmp_path, lambda _: time.sleep(0.4)), claim_output_dir(folders(tmp_path), ALONE):
+        # The other one has deleted its file, which this one was waiting for: it has another.
+        assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} ")
+
+
 def test_only_what_a_run_has_written_is_left(tmp_path):
     (tmp_path / "there").mkdir()
     with claim_output_dir(folders(tmp_path / "a" / "b"), ALONE), claim_output_dir(folders(tmp_path / "there"), ALONE):
@@ -112,18 +124,18 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize("comes", [False, True])
 def test_a_file_that_the_run_before_deletes_is_no_lock(comes, tmp_path, monkeypatch):
     """Between opening it and locking it; another run may have made a new one since."""
-    lockf = fcntl.lockf
+    lockf, deleted = fcntl.lockf, []
 
     def delete_and_lock(*arguments):
-        (tmp_path / LOCK_FILE).unlink()
-        if comes:
-            (tmp_path / LOCK_FILE).touch()
+        if not deleted:
+            deleted.append((tmp_path / LOCK_FILE).unlink())
+            if comes:
+                (tmp_path / LOCK_FILE).touch()
         lockf(*arguments)
 
     monkeypatch.setattr(fcntl, "lockf", delete_and_lock)
-    with pytest.raises(RefusedError, match="in use by another run: a process that has just started; wait until"):
-        with claim_output_dir(folders(tmp_path), ALONE):
-            pass
+    with claim_output_dir(folders(tmp_path), ALONE):
+        assert deleted and (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} ")
 
 
 def test_nothing_is_written_before_and_a_dry_run_counts(train, tmp_path):
