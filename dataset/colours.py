@@ -198,14 +198,17 @@ def _exif_profile(image, profile):
     except Exception as error:  # SyntaxError, struct.error, ...: as for the orientation
         logger.info("EXIF not readable: %s", error)
         return profile
-    is_other = matrix and np.abs(np.subtract(matrix, _BT601)).max() > 0.002
-    if is_other or (levels and levels not in _FULL_RANGES):
-        raise ValueError(f"its YCbCrCoefficients {matrix} or ReferenceBlackWhite {levels} are not those of JPEG")
+    if matrix and np.abs(np.subtract(matrix, _BT601)).max() > 0.002:
+        raise ValueError(f"its YCbCrCoefficients {matrix} are not those of JPEG")
+    if levels and levels not in _FULL_RANGES:
+        raise ValueError(f"its ReferenceBlackWhite {levels} is not that of JPEG")
     if profile is not None or space == 1:
         return profile
-    if space == 0xFFFD or (301 in exif and space != 2):
-        raise ValueError("its colours are Wide Gamut RGB or its TransferFunction is a table; embed a profile")
+    if space == 0xFFFD:
+        raise ValueError("its colours are Wide Gamut RGB by EXIF, without a profile; embed one")
     # The second is how cameras say it, together with a colour space that is "uncalibrated".
     if space == 2 or interoperability.get(ExifTags.Interop.InteropIndex) == "R03":
         return _profile(_ADOBE_RGB, 563 / 256)
+    if 301 in exif:
+        raise ValueError("its transfer curve is a table (TransferFunction), which is not read; embed a profile")
     return _profile((*(white or _D65), *(primaries or _SRGB[2:])), gamma or None)

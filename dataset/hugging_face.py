@@ -1,6 +1,7 @@
 """Reads Hugging Face datasets: folders of parquet files, those that `save_to_disk` wrote, and those of the hub."""
 
 import itertools
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ from runtime.errors import RefusedError
 from runtime.hub import why_not_on_hub
 
 
-# Of what `save_to_disk` writes for one split, and for several.
-_SAVED = {"state.json", "dataset_dict.json"}
+logger = logging.getLogger(__name__)
+
+# What `save_to_disk` writes for one split, and for several.
+_SAVED = ({"state.json", "dataset_info.json"}, {"dataset_dict.json"})
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Embedded:
     """An image or clip inside a dataset, which stays on disk until it is read.
 
     Args:
-        structs: The `pyarrow.ChunkedArray` of a column, each with `bytes`.
+        structs: The `pyarrow.ChunkedArray` of a column, each with `bytes`; its memory is that of the file.
         index: Which of them.
     """
 
@@ -30,10 +33,14 @@ class Embedded:
         return self.structs[self.index]["bytes"].as_py()
 
 
+def _is_saved(files):
+    return any(names.issubset(files) for names in _SAVED)
+
+
 def is_dataset(files, media_suffixes):
     """Returns whether the files of a folder, by their relative paths, are those of a Hugging Face dataset."""
     # Shards are named like nothing else; a repository of them may hold images or clips too, for its README.
-    if not _SAVED.isdisjoint(files) or any(re.search(r"-\d{5}-of-\d{5}\.(parquet|arrow)$", name) for name in files):
+    if _is_saved(files) or any(re.search(r"-\d{5}-of-\d{5}\.(parquet|arrow)$", name) for name in files):
         return True
     suffixes = {os.path.splitext(name)[1].lower() for name in files}
     return not suffixes.isdisjoint((".parquet", ".arrow")) and suffixes.isdisjoint(media_suffixes)
@@ -58,7 +65,11 @@ def load(name, folder, files):
         fetched = os.path.join(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
         if not os.path.isdir(fetched) and (problem := why_not_on_hub(name, "dataset")):
             raise RefusedError(f"--dataset_path {name}: {problem}.")
-    read = datasets.load_dataset if _SAVED.isdisjoint(files) else datasets.load_from_disk
+    read = datasets.load_from_disk if _is_saved(files) else datasets.load_dataset
+    # The library reads these as patterns, variables, and archives in archives.
+    special = ("::",) if _is_saved(files) else ("::", "$", "*", "?", "[")
+    if files and any(mark in os.path.realpath(folder) for mark in special):
+        raise RefusedError(f"{name} cannot be loaded: the path of a Hugging Face dataset must have none of {special}.")
     try:
         data = read(folder if files else name)
     except Exception as error:  # the library, the hub and pyarrow each have their own, without a common base
@@ -68,6 +79,8 @@ def load(name, folder, files):
     if "train" not in splits and len(splits) != 1:
         raise RefusedError(f"{name} has no split 'train'. Splits found: {', '.join(splits) or 'none'}.")
     split = "train" if "train" in splits else next(iter(splits))
+    if len(splits) > 1:
+        logger.info("%s: split %r is used, of %s", name, split, ", ".join(splits))
     return splits[split], split
 
 

@@ -92,8 +92,8 @@ def like_target(role, measured, used):
     num_frames = len(measured.get("times", [0]))
     if num_frames == 1:
         return {"size": used["size"], "frames": 1}
-    if num_frames <= max(used["source_frames"]):
-        raise RefusedError(f"its {role} has {num_frames} frames, fewer than are used of the target.")
+    if num_frames <= (last := max(used["source_frames"])):
+        raise RefusedError(f"its {role} has {num_frames} frames, and the target is used up to frame {last} (from 0).")
     return {name: used[name] for name in ("size", "frames", "source_frames")}
 
 

@@ -10,7 +10,7 @@ import re
 import reprlib
 import unicodedata
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from dataset import hugging_face, tables
 from dataset.settings import DATASET_FLAGS
@@ -105,7 +105,9 @@ def read_datasets(args, **kind):
                 row = replace(row, id=f"{name}/{row.id}", origin=f"{name}: {row.origin}")
             rows.append(replace(row, repeat=repeat))
             for target in row.media.get("target", ()) if args.datasets is not None else ():
-                owner, name_there = owners.setdefault((os.path.realpath(str(target)), row.caption), (place, row.name))
+                if not isinstance(target, Path):
+                    continue
+                owner, name_there = owners.setdefault((os.path.realpath(target), row.caption), (place, row.name))
                 if owner != place:  # a folder that is named twice is meant to be
                     twice.append(f"{name_there} and {row.name}")
     if twice:
@@ -186,7 +188,10 @@ def read_rows(
         _report_unused(source, folder, files, rows, media_suffixes)
     elif not is_folder or not only_sidecars and hugging_face.is_dataset(files, media_suffixes):
         data, split = hugging_face.load(name, folder, files)
-        picked = pick_columns(data.column_names, name, tables.HUB_COLUMNS, **pick)
+        known = dict(tables.HUB_COLUMNS)
+        if set(media_suffixes) <= set(IMAGE_SUFFIXES):
+            known["media"] = ("image",)
+        picked = pick_columns(data.column_names, name, known, **pick)
         records = hugging_face.read_records(data, split, name, picked)
         rows = _rows_of(records, picked, None, folder, roles)
     else:
@@ -314,7 +319,9 @@ def _sidecar_rows(folder, files, media_suffixes):
     others = _by_stem(name for name in files if _suffix(name) not in (".txt", *TABLE_SUFFIXES))
     media |= {key: names for key, names in others.items() if key in texts and key not in media}
     left_out = [name for key, names in others.items() if key not in media for name in names]
-    _report(folder, "files of other kinds without texts are no items", left_out, logger.info)
+    for is_media, log in ((True, logger.warning), (False, logger.info)):
+        listed = [name for name in left_out if (_suffix(name) in (*KNOWN_IMAGE_SUFFIXES, *VIDEO_SUFFIXES)) == is_media]
+        _report(folder, "files of other kinds without texts are no items", listed, log)
     orphans = [name for key, names in texts.items() if key not in media for name in names]
     _report(folder, "texts have no image or clip of their name", orphans)
     rows = []
@@ -348,11 +355,12 @@ def _by_stem(files):
 
 
 def _folders_of_frames(files, texts):
-    """Returns the images of each folder that has a text and whose images have none."""
+    """Returns the images of each folder that has a text, has no folder in it, and whose images have no texts."""
+    above = {str(parent) for place in set(map(os.path.dirname, files)) for parent in PurePosixPath(place).parents}
     folders = {}
     for name in files:
         place = os.path.dirname(name)
-        if _suffix(name) in IMAGE_SUFFIXES and _normal(place) in texts:
+        if _suffix(name) in IMAGE_SUFFIXES and _normal(place) in texts and place not in above:
             folders.setdefault(place, []).append(name)
     return {place: names for place, names in folders.items() if texts.keys().isdisjoint(map(_stem, names))}
 
@@ -371,28 +379,30 @@ def _rows_of(records, picked, base, folder, roles):
         folder: The dataset's folder, where names are tried too.
         roles: See `read_rows`.
     """
-    rows, first, respelt, needs = [], {}, [], {"target": True, **roles}
+    rows, first, respelt = [], {}, []
     for origin, record in records:
-        written = {role: as_list(record.get(column)) for role, column in picked.items() if role != "caption"}
-        media, problem = {}, None
+        value, media, problem = record.get(picked["target"]), {}, None
         try:
-            for role, values in written.items():
-                media[role] = tuple(_find_file(value, picked[role], base or folder, folder) for value in values)
-                if not values and needs[role] or role == "target" and len(values) > 1:
-                    raise RefusedError(f"{len(values) or 'no'} {role}")
+            for role in picked.keys() - {"caption"}:
+                column = picked[role]
+                written = [value] if role == "target" else as_list(record.get(column))
+                if roles.get(role) and not written:
+                    raise RefusedError(f"no {role}")
+                if files := [_find_file(name, column, base or folder, folder) for name in written]:
+                    media[role] = tuple(files)
+                for name, file in zip(written, files, strict=True):
+                    if base is not None and str(file) != os.path.normpath(os.path.join(base, name)):
+                        respelt.append(f"{origin}: {name!r} is {file}")
         except RefusedError as error:
             problem = str(error)
-        media = {role: files for role, files in media.items() if files}
-        item_id, (value, *_), (target, *_) = origin, written["target"] or [None], media.get("target", [None])
-        if base is not None:
-            item_id = value if isinstance(value, str) and _is_unicode(value) else reprlib.repr(value)
-        if base is not None and target is not None:
-            item_id = _name_in(folder, target)
-            if first.setdefault(item_id, origin) != origin:
-                problem = problem or f"it repeats the file of {first[item_id]}"
-            if str(target) != os.path.normpath(os.path.join(base, value)):
-                respelt.append(f"{origin}: {value!r} is {target}")
-        rows.append(Row(item_id, record.get(picked.get("caption")), media, origin, problem))
+        row_id = origin
+        if base is not None and "target" in media:
+            row_id = _name_in(folder, media["target"][0])
+            if first.setdefault(row_id, origin) != origin:
+                problem = problem or f"it repeats the file of {first[row_id]}"
+        elif base is not None and value not in (None, ""):
+            row_id = value if isinstance(value, str) and _is_unicode(value) else reprlib.repr(value)
+        rows.append(Row(row_id, record.get(picked.get("caption")), media, origin, problem))
     _report(folder, "files found under another spelling", respelt, logger.info)
     return rows
 
@@ -408,19 +418,25 @@ def _find_file(value, column, base, folder):
     """
     if isinstance(value, hugging_face.Embedded):
         return value
+    if value in (None, ""):
+        raise RefusedError(f"{column} is empty")
+    if isinstance(value, list):
+        raise RefusedError(f"{column} names {len(value)} files, and an item has one")
     if not isinstance(value, str) or not _is_unicode(value):
         raise RefusedError(f"{column} is {reprlib.repr(value)}, not a path")
     slashed = value.replace("\\", "/")
     spellings = [value, slashed, unicodedata.normalize("NFC", slashed), unicodedata.normalize("NFD", slashed)]
-    roots = (Path(base), Path(folder))
+    roots, problem = (Path(base), Path(folder)), "names no file in the dataset"
     for place in dict.fromkeys([*roots, *roots[0].parents, *roots[1].parents]):
         for spelling in dict.fromkeys(spellings):
             path = Path(os.path.normpath(os.path.join(place, spelling)))
             is_allowed = os.path.isabs(spelling) or any(path.is_relative_to(root) for root in roots)
             is_clip = os.path.isdir(path) and not any(root.is_relative_to(path) for root in roots)
-            if is_allowed and (is_clip or os.path.isfile(path)):
-                return path
-    raise RefusedError(f"{value!r} names no file in the dataset")
+            if is_clip or os.path.isfile(path):
+                if is_allowed:
+                    return path
+                problem = "leads out of the dataset"
+    raise RefusedError(f"{value!r} {problem}")
 
 
 def _report_unused(name, folder, files, rows, media_suffixes):

@@ -4,6 +4,7 @@ No value is guessed: a caption "007" or "null" stays one. What is not clear is r
 """
 
 import codecs
+import collections
 import csv
 import difflib
 import io
@@ -121,23 +122,28 @@ def _read_delimited(text, name, delimiter):
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     # newline="" keeps the line ends inside a caption; strict refuses stray quotes, which would change one.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    header, records, origin = None, [], f"{name} line 1"
+    header, records, problems, origin = None, [], [], f"{name} line 1"
     try:
         for fields in reader:
             # Neither an empty line nor the bare delimiters that spreadsheets leave below the table is a row.
             if any(fields) and header is None:
                 header = fields
+            elif any(fields) and len(fields) != len(header):
+                problems.append(f"{origin}: {len(fields)} fields")
             elif any(fields):
                 records.append((origin, dict(zip(header, fields, strict=True))))
             origin = f"{name} line {reader.line_num + 1}"
-    except ValueError:
-        raise RefusedError(
-            f"{origin} has {len(fields)} fields and the header {len(header)}: quote captions with {delimiter!r}."
-        ) from None
     except csv.Error as error:
         raise RefusedError(f"{origin} cannot be read: {error}.") from error
-    if not header or len(set(header)) < len(header):
-        raise RefusedError(f"{name} has {'several columns of one name' if header else 'no columns'}: {header}.")
+    if header is None:
+        raise RefusedError(f"{name} is empty.")
+    if len(set(header)) < len(header):
+        raise RefusedError(f"{name} has several columns of one name: {', '.join(map(repr, header))}.")
+    if problems:
+        raise RefusedError(
+            f"{name} has {len(problems)} rows that do not have the header's {len(header)} fields (a caption that "
+            f"holds {delimiter!r} needs quotes):\n{first_five(problems)}"
+        )
     return header, records
 
 
@@ -145,7 +151,8 @@ def _parse_json(text, name):
     def unique_keys(pairs):
         record = dict(pairs)
         if len(record) < len(pairs):
-            raise ValueError(f"one of the keys {', '.join(key for key, _ in pairs)} occurs twice")
+            (key, _), *_ = collections.Counter(key for key, _ in pairs).most_common()
+            raise ValueError(f"the key {key!r} occurs twice")
         return record
 
     try:
@@ -187,7 +194,7 @@ def pick_columns(columns, name, known, given, needs):
         if len(present) == 1:
             picked[role] = present[0]
         # An optional role may well be spelt like another one.
-        elif present or is_needed or what in known and near:
+        elif present or is_needed or what in given or what in known and near:
             how = f"name it by --{what}_column" if what in known else "this model takes one"
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near and not present else ""
             raise RefusedError(

@@ -216,7 +216,7 @@ def test_avif_and_jpeg_that_say_srgb_keep_their_pixels():
         (lambda: with_exif("JPEG", {LEVELS: rational((16, 235, 128, 240, 128, 240))}), "ReferenceBlackWhite (16.0"),
         (lambda: encode("TIFF", tiffinfo={LEVELS: rational((16, 235) * 3)}), "ReferenceBlackWhite (16.0"),
         (lambda: with_exif("JPEG", {}, {COLOUR_SPACE: 0xFFFD}), "Wide Gamut RGB"),
-        (lambda: encode("TIFF", tiffinfo={TRANSFER: table(1.8)}), "its TransferFunction is a table"),
+        (lambda: encode("TIFF", tiffinfo={TRANSFER: table(1.8)}), "its transfer curve is a table"),
         *((lambda kind=kind: bmp(kind), "its colours are not sRGB by its BMP header") for kind in (b"KNIL", b"DEBM")),
         (lambda: bmp(endpoints=(2**29,) * 9), "its colours are not sRGB by its BMP header"),
     ],
