@@ -162,7 +162,7 @@ class Moments:
 
     def start(self, process):
         """Somewhere before the first step, or thereabouts."""
-        time.sleep(self.random.uniform(0, 2))
+        time.sleep(self.random.uniform(0, 1))
 
     def step(self, process):
         """Some steps after it has begun."""
